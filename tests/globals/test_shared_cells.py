@@ -98,14 +98,17 @@ def test_copies_follow_the_data_that_a_tensor_has(share):
     old, new = x.view(24), y.view(24)
     share(x, y)
     x.add_(1)
-    assert_close(old, x46.view(24))
     with pytest.raises(RuntimeError, match="has written in place"):
         new.sum()
     x.view(24).add_(1)
     for stale in (x, y):
         with pytest.raises(RuntimeError, match="has written in place"):
             stale.sum()
-    assert_close(old, x46.view(24))
+    if share is not SHARES["set_"]:
+        assert_close(old, x46.view(24))
+        return
+    with pytest.raises(RuntimeError, match="has written in place"):  # (torch counts set_ as a write)
+        old.sum()
 
 
 @on_workers

@@ -484,18 +484,21 @@ def test_a_parameter_whose_data_is_set_in_a_forward_has_them(plain):
 
 
 @on_workers
-def test_a_buffer_and_the_tensor_that_it_was_set_to_are_one():
+def test_a_buffer_and_the_tensor_that_it_was_set_to_are_not_written():
+    """In torch, they are one."""
     x = split(x35)
     model = distdl.distribute(_Written(), x.layout.partition)
     model.mean = t = x * 1
-    t[1:].clamp_(max=0)
-    expected = torch.cat([x35[:1], x35[1:].clamp(max=0)])
-    assert type(model.mean) is torch.Tensor
-    assert_close(model.mean, expected)
-    model.mean.mul_(3)
-    assert_close(t + 0, expected * 3)
-    t.add_(x)
-    assert_close(model.mean, expected * 3 + x35)
+    with pytest.raises(RuntimeError, match=r"clamp_ writes a tensor to which a buffer .* was set.*clone\(\)"):
+        t[1:].clamp_(max=0)
+    for write in (lambda: model.mean.mul_(3), lambda: model.mean[1:].add_(x[1:])):
+        model.mean = t = x * 1
+        assert type(model.mean) is torch.Tensor
+        assert_close(t + model.mean, 2 * x35)
+        write()
+        with pytest.raises(RuntimeError, match="of a buffer that was set to this tensor has written in place"):
+            t.sum()
+    assert_close(model.mean, torch.cat([x35[:1], 2 * x35[1:]]))
 
 
 @on_workers

@@ -11,10 +11,9 @@ import torch
 
 from distdl.globals.context import Context
 from distdl.globals.nested import tensors_in
-from distdl.globals.operands import taken
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import writes_of
+from distdl.globals.ties import note_settled
 from distdl.tensors.memory import parts_of
 
 
@@ -66,42 +65,13 @@ def check_gradient(values: Any, name: str) -> None:
 def settled(value: Any) -> Any:
     """What a buffer of a model becomes that is set to a value: of a global tensor, the whole, on every worker.
 
-    What is written into the one later reaches the other. A value that has a gradient stays as it is. What was computed
-    from parameters is equal on all workers as it is, and plain.
+    It is an error to write the tensor after that, and to use it once the buffer has been written. A value that has a
+    gradient stays as it is. What was computed from parameters is equal on all workers as it is, and plain.
     """
     if type(value) is Replica and not value.requires_grad:
         return plain_of(value)
     if type(value) is not GlobalTensor or value.requires_grad:
         return value
     whole = value.full_tensor()
-    value._ties = [*value.__dict__.get("_ties", ()), _Standing(whole)]
+    note_settled(value, whole)
     return whole
-
-
-class _Standing:
-    """The tie of a global tensor to the parameter or buffer that has been set to it: in torch, they are one.
-
-    Attributes:
-        target: the parameter or buffer.
-    """
-
-    def __init__(self, target: torch.Tensor) -> None:
-        self.target = target
-        self._writes = writes_of(target)
-
-    def holds(self) -> bool:
-        return True
-
-    def written(self, x: GlobalTensor, name: str) -> None:
-        """Write what a function has written into the global tensor, or into a view of it."""
-        with torch.no_grad():
-            self.target.copy_(x.full_tensor())
-        self._writes = writes_of(self.target)
-
-    def check(self, x: GlobalTensor) -> None:
-        """Bring what has been written into the parameter or buffer since."""
-        if writes_of(self.target) != self._writes:
-            self._writes = writes_of(self.target)
-            with torch.no_grad():
-                if x._layout.active:
-                    x._block.copy_(taken(self.target, x._layout))

@@ -42,9 +42,6 @@ class Tie(Protocol):
     def holds(self) -> bool:
         """Whether there may still be anything to say."""
 
-    def written(self, x: GlobalTensor, name: str) -> None:
-        """Take note of a function that has written x."""
-
     def check(self, x: GlobalTensor) -> None:
         """Before x is used: bring what has been written into the other one, or raise RuntimeError."""
 

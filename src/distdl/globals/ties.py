@@ -13,131 +13,91 @@ from distdl.globals.tensor import GlobalTensor, note_requires
 class Memory:
     """What a tensor and its views have in common: their cells.
 
+    Where the cells of a view have to move to other workers, the view is a copy with a memory of its own. The two form a
+    family, with all further copies of either. A write into one member makes what lies in the same places of the others
+    outdated, and using that is an error. Heads of attention need the places, not only the members: q, k and v are
+    parts of one tensor, all three are copied by ``rearrange``, and then ``q *= scale`` writes into one of them.
+
     Attributes:
-        family: all that would be the same memory in torch; None as long as there is no other.
-        scattered: whether elements have places of their own here that share one in torch.
-        writes: how many functions have written into it.
+        family: weak references to all that would be the same memory in torch; None as long as there is no other.
+        placed: whether the strides and offsets of the tensors here say where they lie in torch's memory.
+        fixed: why nothing may be written here, or nothing.
+        buffers: those of the family that are buffers or parameters of a model; see :func:`note_settled`.
+        writes: how many functions have written here.
         has_plain_views: whether a view was made without gradients.
     """
 
-    __slots__ = ("__weakref__", "_missed", "_placed", "family", "has_plain_views", "scattered", "writes")
+    def __init__(self) -> None:
+        self.family: list[weakref.ref[Memory]] | None = None
+        self.placed, self.fixed = True, ""
+        self.buffers: list[Memory] = []
+        self.writes, self.has_plain_views = 0, False
+        self._outdated: list[tuple[Region | None, str]] = []  # the places, or None for all, and why
 
-    def __init__(self, source: Memory | None = None, placed: bool = True) -> None:
-        """
+    def join(self, block: torch.Tensor, source: Memory, source_block: torch.Tensor) -> None:
+        """Become a member of the family of a source, of which this is a copy.
+
         Args:
-            source: that of which this is a copy.
-            placed: whether the strides and the offset of a tensor say where in torch's memory it lies.
+            block, source_block: what lies here and in the source. Torch counts all writes into them, also those of
+                which nobody tells us (``x.to_local().zero_()``).
         """
-        self._missed: list[tuple[Region | None, str]] = []  # what has been written elsewhere, and why it is not here
-        self._placed = placed
-        self.family: _Family | None = None
-        self.scattered = False
-        self.writes = 0
-        self.has_plain_views = False
-        if source is not None:
-            source.family = source.family or _Family(source)
-            self.family = source.family
-            self.family.join(self)
-            self._placed = placed and source._placed
-            self.scattered = source.scattered
+        if source.family is None:
+            source.family = [weakref.ref(source)]
+            source._count(source_block)
+        source.family[:] = [*(one for one in source.family if one() is not None), weakref.ref(self)]
+        self.family = source.family
+        self._count(block)
 
     def check(self, x: GlobalTensor) -> None:
         """Check that x, which lies here, has the values that it has in torch.
 
         Raises: RuntimeError.
         """
-        if self.family is not None:
-            self.family.look()
-            if self.family.is_alone() and not self._missed:
-                self.family = None
-        if self._missed:
-            own = self.region_of(x)
-            for region, why in self._missed:
-                if region is None or own is None or meet(own, region):
-                    raise RuntimeError(why)
+        self._look()
+        own = self._region_of(x) if self._outdated else None
+        for region, why in self._outdated:
+            if region is None or own is None or meet(own, region):
+                raise RuntimeError(why)
+        if not self._outdated and len(self._members()) == 1:
+            self.family = None
 
-    def region_of(self, x: GlobalTensor) -> Region | None:
+    def written(self, x: GlobalTensor, name: str) -> None:
+        """Take note of a function that has written into x, which lies here."""
+        self._tell(self._region_of(x), name)
+
+    def _region_of(self, x: GlobalTensor) -> Region | None:
         """Where in torch's memory a tensor lies, as far as that is known."""
-        if not self._placed:
-            return None
         own = x.__dict__
-        return Region.of(tuple(x.shape), own.get("_strides", ()), own.get("_offset", 0), x.dtype.itemsize)
+        at = own.get("_strides", ()), own.get("_offset", 0)
+        return Region.of(tuple(x.shape), *at, x.dtype.itemsize) if self.placed else None
 
-    def miss(self, region: Region | None, why: str) -> None:
-        """Take note of what has been written elsewhere."""
-        if all(region != known for known, _ in self._missed):
-            self._missed.append((region, why))
+    def _members(self) -> list[Memory]:
+        return [one for ref in self.family or () if (one := ref()) is not None]
 
-
-class _Family:
-    """Memories that would be one in torch. The cells of the first one have moved, and so the others are copies.
-
-    What is written into one of them does not reach the others, which is an error as soon as those of their cells are
-    used. Who writes into a block (``x.to_local().zero_()``) tells nobody, but torch counts the writes.
-    """
-
-    def __init__(self, first: Memory) -> None:
-        self._members = [weakref.ref(first)]
-        self._counts: list[_Count] = []
-
-    def join(self, copy: Memory) -> None:
-        self._members = [one for one in self._members if one() is not None] + [weakref.ref(copy)]
-
-    def count(self, x: GlobalTensor, memory: Memory, copy: Memory) -> None:
-        """Count how often the block of x is written, which lies in a memory, because a copy of it has been made."""
-        self._counts.append(_Count(x._block, weakref.ref(memory), weakref.ref(copy)))
-
-    def is_alone(self) -> bool:
-        """Whether only one is left."""
-        return not self._counts and sum(one() is not None for one in self._members) == 1
-
-    def look(self) -> None:
-        """Find out whether blocks have been written."""
-        for one in self._counts:
-            if one.come():
-                self._tell(one.memory(), None, "a function of a block (to_local)")
-        self._counts = [one for one in self._counts if one.copy() is not None]
-
-    def written(self, memory: Memory, region: Region | None, name: str) -> None:
-        """Take note of a function that has written into one of the memories."""
-        self._tell(memory, region, name)
-        self.pass_over()
-
-    def pass_over(self) -> None:
-        """Take note that what torch has counted since is known."""
-        for one in self._counts:
-            one.come()
-
-    def _tell(self, memory: Memory | None, region: Region | None, name: str) -> None:
-        why = _INTO_COPY  # (for those that were there before)
-        for ref in self._members:
-            one = ref()
-            if memory is not None and one is memory:
-                why = _INTO_BASE
-            elif one is not None:
-                one.miss(region, why.format(name))
-
-
-class _Count:
-    """How often a block has been written, whatever becomes of it: all views of its memory count together in torch.
-
-    Attributes:
-        memory: in which it lies.
-        copy: because of which that is counted.
-    """
-
-    __slots__ = ("_block", "_writes", "copy", "memory")
-
-    def __init__(self, block: torch.Tensor, memory: weakref.ref[Memory], copy: weakref.ref[Memory]) -> None:
+    def _count(self, block: torch.Tensor) -> None:
+        """Count the writes into a block and its views from now on. The block itself may go."""
         self._block = block.detach()
-        self._block.data = self._block.new_empty(0)  # (so that the block may go; torch counts the same writes on)
-        self._writes = writes_of(self._block)
-        self.memory, self.copy = memory, copy
+        self._block.data = self._block.new_empty(0)  # (it shares the counter)
+        self._known = writes_of(self._block)
 
-    def come(self) -> bool:
-        """Whether there were writes since this was asked last."""
-        before, self._writes = self._writes, writes_of(self._block)
-        return self._writes != before
+    def _look(self) -> None:
+        """Find out which blocks have been written by functions that have not told us."""
+        for one in [one for one in self._members() if writes_of(one._block) != one._known]:
+            one._tell(None, "a function of a block (to_local) or of a buffer that was set to this tensor")
+
+    def _tell(self, region: Region | None, name: str) -> None:
+        """Let the other members know what has been written here."""
+        why = _INTO_COPY  # (for the members that are older)
+        for one in self._members():
+            one._known = writes_of(one._block)
+            if one is self:
+                why = _INTO_BASE
+            elif all(region != known for known, _ in one._outdated):
+                one._outdated.append((region, why.format(name)))
+
+    def __del__(self) -> None:
+        if self.family is not None:
+            self._look()
 
 
 PRUNING = (
@@ -154,8 +114,16 @@ _INTO_COPY = (
 )
 _INTO_BASE = (
     "{0} has written in place into the tensor of which this one would be a view in torch, or into another view of it; "
-    "cells had moved to other workers before, so this one does not have the new values. Take it again behind {0}, or "
+    "cells had moved to other workers before, so this one does not have the new values. Take it again after that, or "
     "write into a clone"
+)
+_SCATTERED = (
+    "writes a tensor of which several elements lie in one place in torch; their cells had moved to other workers, and "
+    "others do not have the new values. Please clone() the tensor before"
+)
+_SETTLED = (
+    "writes a tensor to which a buffer or a parameter of the model was set, which is whole on every worker and does "
+    "not have the new values. Write into the buffer, or set it to a clone() of the tensor"
 )
 
 
@@ -174,18 +142,6 @@ def note_given(x: GlobalTensor) -> None:
     x.__dict__["_given"] = data_given(x) + 1
 
 
-def note_set(x: GlobalTensor) -> None:
-    """Take note that a tensor gets other memory (``x.set_(y)``), which torch counts as a write. Nothing is written."""
-    memory = x.__dict__.get("_memory")
-    family = None if memory is None else memory.family
-    if family is not None:
-        family.look()
-    if not x._block.is_inference():
-        torch.autograd.graph.increment_version(x._block)
-    if family is not None:
-        family.pass_over()
-
-
 def memory_of(x: GlobalTensor) -> Memory:
     found: Memory | None = x.__dict__.get("_memory")
     if found is None:
@@ -199,14 +155,25 @@ def note_copied(x: GlobalTensor, y: GlobalTensor, placed: bool = True) -> None:
     Args:
         placed: whether the strides and the offset of y say where in torch's memory it lies.
     """
-    memory = memory_of(x)
-    own = y._memory = Memory(memory, placed)
-    strides = x.__dict__.get("_strides", ())
-    own.scattered = own.scattered or bool(strides and overlaps_itself(tuple(x.shape), strides))
-    for one in (*_lies_in(x), y):
-        lies_in = one.__dict__.get("_memory")
-        if own.family is not None and lies_in in (memory, own):
-            own.family.count(one, lies_in, own)
+    source, own = memory_of(x), Memory()
+    own.placed = placed and source.placed
+    strides = y.__dict__.get("_strides", ())
+    if strides and overlaps_itself(tuple(y.shape), strides):
+        own.fixed = _SCATTERED
+    own.join(y._block, source, x._block)
+    y._memory = own
+
+
+def note_settled(x: GlobalTensor, whole: torch.Tensor) -> None:
+    """Take note that a buffer or a parameter of a model has been set to x: in torch, they are one.
+
+    Args:
+        whole: the plain tensor that it has become.
+    """
+    source, own = memory_of(x), Memory()
+    own.join(whole, source, x._block)
+    source.buffers.append(own)
+    source.fixed = _SETTLED
 
 
 def lies_alone(x: GlobalTensor) -> None:
@@ -217,11 +184,6 @@ def lies_alone(x: GlobalTensor) -> None:
 def lies_with(x: GlobalTensor, y: GlobalTensor) -> None:
     """Take note that x has the memory of y from now on."""
     x._memory = memory_of(y)
-
-
-def note_scattered(y: GlobalTensor) -> None:
-    """Take note that some elements of a copy lie in one place in torch."""
-    memory_of(y).scattered = True
 
 
 def note_view(x: GlobalTensor, y: GlobalTensor) -> None:
@@ -296,14 +258,7 @@ def note_written(x: GlobalTensor, name: str) -> None:
     memory: Memory | None = x.__dict__.get("_memory")
     if memory is not None:
         memory.writes += 1
-    if memory is not None and memory.family is not None and name != _OF_PART:
-        memory.family.written(memory, memory.region_of(x), name)
-        if memory.scattered and x.numel():
-            raise RuntimeError(
-                f"{name} writes a tensor of which several elements lie in one place in torch; their cells had moved to "
-                "other workers, and others do not have the new values. Please clone() the tensor before"
-            )
-    if "_ties" in x.__dict__ or "_views_of" in x.__dict__:
-        for one in _lies_in(x):
-            for tie in one.__dict__.get("_ties", ()):
-                tie.written(one, name)
+        if name != _OF_PART and memory.family is not None:
+            memory.written(x, name)
+        if name != _OF_PART and memory.fixed and x.numel():
+            raise RuntimeError(f"{name} {memory.fixed}")

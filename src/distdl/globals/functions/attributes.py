@@ -13,7 +13,7 @@ from distdl.globals.replicas import WRITTEN, plain_of
 from distdl.globals.strides import of_memory, offset_of, same_strides, strides_of, whole_view
 from distdl.globals.table import REPLICATED, TABLE, Handler, handles, handles_property
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import base_of, lies_alone, lies_with, note_copied, note_given, note_set
+from distdl.globals.ties import base_of, lies_alone, lies_with, note_copied, note_given
 from distdl.globals.wrappers import check_unwrapped
 
 _READ = """
@@ -169,7 +169,8 @@ def set_to(x: GlobalTensor, value: torch.Tensor) -> GlobalTensor:
     """
     if type(value) is not GlobalTensor or _stays(x):
         _check_shape(x, value)
-    note_set(x)
+    if not x._block.is_inference():
+        torch.autograd.graph.increment_version(x._block)
     share_data(x, value)
     return x
 

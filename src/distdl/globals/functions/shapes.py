@@ -29,7 +29,7 @@ from distdl.globals.strides import (
 )
 from distdl.globals.table import TABLE, handles, handles_property
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import note_copied, note_scattered, note_view
+from distdl.globals.ties import note_copied, note_view
 from distdl.tensors.connection import is_ordinary_view
 
 # -- what other families use, too
@@ -308,7 +308,4 @@ def expand_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return plain
     shape_of(torch.Tensor.expand, x, (tuple(other.shape),), {})  # (for torch's error)
     target, (block, _) = aligned(x._context, [x, other.detach()], 1, "expand_as")
-    y = view_of(x, block.expand(target.local), target, True, _expansion(tuple(other.shape)))
-    if strides_of(y):
-        note_scattered(y)
-    return y
+    return view_of(x, block.expand(target.local), target, True, _expansion(tuple(other.shape)))

@@ -67,9 +67,6 @@ class _HandedOut:
     def holds(self) -> bool:
         return self._out > 0 or bool(self._why)
 
-    def written(self, x: GlobalTensor, name: str) -> None:
-        """The parameter has been written: what was handed out stays what it was."""
-
     def check(self, x: GlobalTensor) -> None:
         """Bring what has been written into the whole tensor since.
 
