@@ -106,8 +106,8 @@ def _observed(
     beside: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], Outcome]:
     """Call a function: the tensors that it gives, and what the others are told."""
-    with Writes(func, [*inputs, *beside]) as writes_seen:
-        result = func(*args, **kwargs)
+    writes_seen = Writes(func, [*inputs, *beside])
+    result = func(*args, **kwargs)
     return observed(result, inputs, beside, writes_seen)
 
 
