@@ -5,6 +5,7 @@ They are the same on every worker, and stay so: what is written comes to all wor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,31 +22,28 @@ def is_of_model(tensor: torch.Tensor, context: Context) -> bool:
     """Whether a plain tensor is a parameter, or a buffer of a distributed model, or shares memory with one of its."""
     if type(tensor) is torch.nn.Parameter:  # (an optimiser may have some of no model beside those in shares)
         return True
-    models = list(context.models)
-    if not models:
-        return False
     plain = plain_of(tensor)
     storage = plain.untyped_storage()._cdata
     # (one reference is the tensor's, one is ours: it can be a buffer, but share memory with none)
     alone = type(tensor) is torch.Tensor and torch._C._storage_Use_Count(storage) <= 2 and not plain._is_view()
-    for model in models:
-        for child in model.modules():
-            for one in child._buffers.values():
-                if one is plain:
-                    return True
-            if not alone:
-                for one in (*child._buffers.values(), *child._parameters.values()):
-                    if one is None or type(one) is GlobalTensor:
-                        continue
-                    if any(part.untyped_storage()._cdata == storage for part in parts_of(one)):
-                        return True
-    return False
+    return any(
+        one is plain or (not alone and any(part.untyped_storage()._cdata == storage for part in parts_of(one)))
+        for one in _held(context)
+    )
 
 
 def is_named(tensor: torch.Tensor, context: Context) -> bool:
     """Whether a tensor itself is a parameter or a buffer of a distributed model."""
-    every = (child for model in list(context.models) for child in model.modules())
-    return any(one is tensor for child in every for one in (*child._buffers.values(), *child._parameters.values()))
+    return any(one is tensor for one in _held(context))
+
+
+def _held(context: Context) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of distributed models, but for those in shares."""
+    for model in list(context.models):
+        for child in model.modules():
+            for one in (*child._buffers.values(), *child._parameters.values()):
+                if one is not None and type(one) is not GlobalTensor:
+                    yield one
 
 
 def check_gradient(values: Any, name: str) -> None:
