@@ -334,7 +334,7 @@ def test_what_is_not_read_may_differ(monkeypatch):
     lambda x, empty: empty(3, 5).__setitem__(slice(None), x),
     lambda x, empty: empty(3, 5).__setitem__(..., x),
     lambda x, empty: torch.add(x, 1, out=empty(3, 5)), lambda x, empty: torch.stack([x, x], out=empty(2, 3, 5)),
-    lambda x, empty: torch._foreach_copy_([empty(3, 5)], [x]), lambda x, empty: x.expand_as(empty(2, 3, 5)),
+    lambda x, empty: x.expand_as(empty(2, 3, 5)),
     lambda x, empty: x.type_as(empty(1).float()), lambda x, empty: x.to(tensor=empty(1).float()),
 ])  # fmt: skip
 def test_memory_that_is_written_whole_or_asked_for_its_shape_may_differ(fill, monkeypatch):

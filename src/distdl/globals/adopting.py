@@ -74,19 +74,6 @@ def write(
     return assigned(target) if y is made else y
 
 
-def adopt(target: Any, beside: Any, name: str) -> None:
-    """Make a plain tensor global that is written beside global ones, as one of a list: none that :func:`is_of_model`.
-
-    Raises: TypeError if it must not become global; see :func:`write`.
-    """
-    why = _adopt(target, beside)
-    if why:
-        raise TypeError(
-            f"{name} would write a global tensor into a plain one, which is the same on every worker and cannot become "
-            f"global, because {why}"
-        )
-
-
 def _adopt(target: Any, beside: Any) -> str:
     """Make a plain tensor global, and what it is a part of; gives why that must not be, or nothing if it is done."""
     if type(target) is torch.Tensor and target._is_view() and _references_to_base(target) > _NO_OTHER:

@@ -10,7 +10,6 @@ import torch
 from torch.optim.optimizer import _foreach_supported_types as _STEPPED
 from torch.utils._foreach_utils import _foreach_supported_types as _CLIPPED
 
-from distdl.globals.adopting import adopt
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.norms import norm_over
 from distdl.globals.functions.pointwise import elementwise
@@ -72,8 +71,11 @@ def _at_one_place(func: Any, args: Sequence[Any], kwargs: dict[str, Any], place:
         check_written(own[0], name)  # (torch sees it in some blocks alone: the others would be written)
     elif writes and whole and is_of_model(own[0], whole[0]._context):  # (by a gradient made of activations)
         own, whole = [entire(one) for one in own], []
-    if whole and writes and type(own[0]) is not GlobalTensor:  # (as moments that an optimiser makes by torch.zeros)
-        adopt(own[0], own, name)
+    if whole and writes and type(own[0]) is not GlobalTensor:
+        raise TypeError(
+            f"{name} would write a global tensor into a plain one, which is the same on every worker; make that "
+            "global before, by torch.zeros_like(x) of a global x or by distdl.distribute_tensor"
+        )
     of_one = _of_one(func, tuple(isinstance(one, (tuple, list)) for one in args))
     return elementwise(of_one, tuple(own), kwargs) if whole else of_one(*own, **kwargs)
 
