@@ -18,7 +18,6 @@ from distdl.globals.table import TABLE, name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import PRUNING, lies_alone
 from distdl.tensors.connection import zeros_on
-from distdl.tensors.modes import uncounted
 
 
 def write(
@@ -162,18 +161,20 @@ def _largest(beside: Any) -> GlobalTensor:
 def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that writes its results into tensors that are given: they are computed, and copied there.
 
-    Raises: RuntimeError, what torch raises if it does not write into such a tensor.
+    Raises: RuntimeError if one of these is of another shape or dtype than its result, or requires a gradient.
     """
     out = kwargs["out"]
     name = name_of(func)
-    of_any_dtype = _judge_out(func, args, kwargs)
-    rest = {key: value for key, value in kwargs.items() if key != "out"}
-    if name in _SUMMED_THERE and rest.get("dtype") is None:
-        rest["dtype"] = out.dtype
-    y = func(*args, **rest)
+    y = func(*args, **{key: value for key, value in kwargs.items() if key != "out"})
     results = (y,) if isinstance(y, torch.Tensor) else tuple(y)
+    has_derivative = any(one.is_floating_point() or one.is_complex() for one in results)
+    if has_derivative and torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in((args, kwargs))):
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
+            "arguments requires grad."
+        )
     for target, result in zip((out,) if isinstance(out, torch.Tensor) else out, results, strict=True):
-        if not of_any_dtype and target.dtype != result.dtype:
+        if target.dtype != result.dtype:
             raise RuntimeError(f"{name} needs out= of the result's dtype {result.dtype}; got one of {target.dtype}")
         if not target.numel() and type(target) is GlobalTensor is type(result):
             target._block, target._layout, target._strides = result._block.to(target.dtype), result._layout, ()
@@ -187,37 +188,10 @@ def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
         if type(result) is GlobalTensor and type(target) is not GlobalTensor:
             write(torch.Tensor.copy_, (target, result), {}, target, result, name)
-        else:  # (what has no derivative, as a comparison, leaves what is written in its graph)
-            recorded = torch.is_grad_enabled() and (result.is_floating_point() or result.is_complex())
-            with torch.set_grad_enabled(recorded):
+        else:
+            with torch.no_grad():
                 target.copy_(result)
     return out
-
-
-_SUMMED_THERE = ("sum", "nansum", "prod", "mean", "cumsum", "cumprod")  # (in the dtype of what is written)
-
-
-def _judge_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Let torch check whether results can be written there: it is asked of tensors without memory.
-
-    Returns: whether torch could tell; if not, as results depend on values, it takes no other dtype.
-    Raises: RuntimeError.
-    """
-
-    def without_memory(one: torch.Tensor) -> torch.Tensor:
-        made = torch.empty(one.shape, dtype=one.dtype, device="meta")
-        return made.requires_grad_() if one.requires_grad else made
-
-    try:
-        with uncounted():
-            given, named = map_tensors((args, kwargs), without_memory)
-            func(*given, **named)
-    except NotImplementedError:
-        return False
-    except RuntimeError as error:
-        if "meta" not in str(error).lower():
-            raise
-    return True
 
 
 TABLE["out"] = write_out
