@@ -23,16 +23,10 @@ from distdl.tensors.modes import uncounted
 
 
 class View(NamedTuple):
-    """How a view is taken: of a tensor without memory, and a key that tells it from other ways.
-
-    Attributes:
-        numerator, denominator: the elements of the view that lie in the place of so many of the tensor.
-    """
+    """How a view is taken: of a tensor without memory, and a key that tells it from other ways."""
 
     key: Hashable
     of: Callable[[torch.Tensor], torch.Tensor]
-    numerator: int = 1
-    denominator: int = 1
 
 
 def strides_of(x: GlobalTensor) -> Shape:
@@ -59,7 +53,7 @@ def note_strides(x: GlobalTensor, y: GlobalTensor, view: View) -> None:
     if strides:
         y._strides = strides
     if offset or "_offset" in x.__dict__:
-        y._offset = offset + x.__dict__.get("_offset", 0) * view.numerator // view.denominator
+        y._offset = offset + x.__dict__.get("_offset", 0) * x.dtype.itemsize // y.dtype.itemsize
 
 
 def same_strides(x: GlobalTensor, y: GlobalTensor) -> None:
@@ -78,39 +72,31 @@ def whole_view(x: GlobalTensor, block: torch.Tensor) -> GlobalTensor:
     return y
 
 
-def keep_strides(x: GlobalTensor, y: Any, function: Callable[..., Any]) -> None:
-    """Take note of those of a new tensor that a function of torch's makes as x is, but without gaps; or of several."""
-    if y is x or "_strides" not in x.__dict__ or getattr(function, "__name__", "") in _CONTIGUOUS:
-        return
-    like = x._context.keep(("like", x._layout.size, x._strides), lambda: strides_if(torch.empty_like(_whole(x))))
-    if like:
-        made: Any = (y,) if isinstance(y, torch.Tensor) else y
-        for one in made:
-            one._strides = like
-
-
 def keep_order(operands: Sequence[Any], y: Any, function: Callable[..., Any]) -> None:
-    """Take note of those of what a function of elements makes of several tensors: they are those of a sum.
+    """Take note of those of what a function of elements makes, which may be several tensors: those of a sum.
 
-    Torch orders the dims as those of the first operand, and where that leaves it open, of the next.
+    Torch orders the dims as those of the first operand, and where that leaves it open, of the next. There are no gaps.
     """
-    for one in operands:
-        if type(one) is GlobalTensor:
-            if "_strides" in one.__dict__:
-                break
-        elif isinstance(one, torch.Tensor) and not plain_of(one).is_contiguous():
-            break
-    else:
+    given = [one for one in operands if isinstance(one, torch.Tensor)]
+    if not any(map(_steps, given)) or any(one is y for one in given):
         return
-    wide = [one for one in operands if isinstance(one, torch.Tensor) and one.dim()]
-    if not wide or not isinstance(y, GlobalTensor) or any(one is y for one in wide) or function.__name__ in _CONTIGUOUS:
+    if getattr(function, "__name__", "") in _CONTIGUOUS:
         return
-    places = tuple(
-        (one.shape, strides_of(one) if type(one) is GlobalTensor else strides_if(plain_of(one))) for one in wide
-    )
-    strides = y._context.keep(("order", places), lambda: strides_if(reduce(torch.add, [blank(*one) for one in places])))
-    if strides:
-        y._strides = strides
+    places = tuple((one.shape, _steps(one)) for one in given if one.dim())
+
+    def summed() -> Shape:
+        wholes = [blank(*place) for place in places]
+        return strides_if(reduce(torch.add, wholes, wholes[0]))
+
+    made: Sequence[Any] = (y,) if isinstance(y, torch.Tensor) else y
+    for one in made:
+        if type(one) is GlobalTensor and (strides := one._context.keep(("order", places), summed)):
+            one._strides = strides
+
+
+def _steps(x: torch.Tensor) -> Shape:
+    """The strides of a tensor, global or plain; none if it is contiguous."""
+    return strides_of(x) if type(x) is GlobalTensor else strides_if(plain_of(x))
 
 
 def note_format(x: GlobalTensor, y: GlobalTensor, wanted: torch.memory_format) -> None:

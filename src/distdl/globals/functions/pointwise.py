@@ -12,7 +12,7 @@ from distdl.globals.adopting import write
 from distdl.globals.nested import map_tensors
 from distdl.globals.operands import aligned, block_of, number, numbers_of
 from distdl.globals.replicas import plain_of
-from distdl.globals.strides import keep_order, keep_strides, lies_in, note_format, whole_view
+from distdl.globals.strides import keep_order, lies_in, note_format, whole_view
 from distdl.globals.table import TABLE, handles, name_of, named, writes
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import check_written, note_written
@@ -68,7 +68,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             else:
                 made = result_of(func, first, y, (first,))
             if "_strides" in first.__dict__:
-                keep_strides(first, made, func)
+                keep_order((first,), made, func)
             return made
         if _lie_alike(func, args, kwargs):
             blocks = [block_of(one) if type(one) is GlobalTensor else one for one in args]
@@ -87,7 +87,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
                 return _in_format(func, first, args[1:], kwargs)
             made = result_of(func, first, func(block_of(first), *args[1:], **kwargs), (first,))
             if "_strides" in first.__dict__:
-                keep_strides(first, made, func)
+                keep_order((first,), made, func)
             return made
     return _of_operands(func, args, kwargs)
 
@@ -224,7 +224,7 @@ def convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if y is x._block:
         return x
     made = GlobalTensor._of(y, x._layout)
-    keep_strides(x, made, func)
+    keep_order((x,), made, func)
     return made
 
 

@@ -33,7 +33,7 @@ from distdl.globals.functions.distributions import (
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import aligned, block_of, part_of, whole
 from distdl.globals.replicas import Replica, copy_of
-from distdl.globals.strides import keep_strides
+from distdl.globals.strides import keep_order
 from distdl.globals.table import REPLICATED, TABLE, Handler, by_name, composite, handles, writes
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_written, write_back
@@ -185,7 +185,7 @@ def dropped(
     # (what a backward computes once more draws what it drew)
     y = masked(block if x._context.draws.repeats else repeatable(block), mask, scale)
     made = GlobalTensor._of(y if shift is None else y + shift, layout)
-    keep_strides(x, made, dropped)
+    keep_order((x,), made, dropped)
     return made
 
 

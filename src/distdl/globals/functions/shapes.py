@@ -223,7 +223,7 @@ def _of_numbers(func: Callable[..., Any]) -> View:
     def view(whole: torch.Tensor) -> Any:
         return func(torch.empty_strided(whole.shape, whole.stride(), dtype=torch.complex64, device="meta"))
 
-    return View(("of numbers", func), view, 2)
+    return View(("of numbers", func), view)
 
 
 @handles("real imag conj", "torch Tensor")
@@ -262,7 +262,7 @@ def view_as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     elif block.stride(-1) != 1 or any(n % 2 for n in (block.storage_offset(), *block.stride()[:-1])):
         # (also along dims of one cell or none, which count as contiguous whatever their strides)
         block = torch.empty_like(block, memory_format=torch.contiguous_format).copy_(block)
-    return view_of(x, func(block), target, y is not x, View("view_as_complex", torch.view_as_complex, 1, 2))
+    return view_of(x, func(block), target, y is not x, View("view_as_complex", torch.view_as_complex))
 
 
 # -- copies along dims of extent 1
