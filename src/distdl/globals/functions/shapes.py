@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from distdl.globals.strides import (
 from distdl.globals.table import TABLE, handles, handles_property
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_copied, note_view
-from distdl.tensors.connection import is_ordinary_view
 
 # -- what other families use, too
 
@@ -181,27 +179,24 @@ for _name in ("atleast_1d", "atleast_2d", "atleast_3d"):  # (as torch calls them
 
 @handles("squeeze_ unsqueeze_ transpose_ t_ swapaxes_ swapdims_", "Tensor")
 def change_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """The same of the tensor itself."""
+    """The same of the tensor itself.
+
+    Raises: RuntimeError for a leaf that requires a gradient, as torch does; where gradients are switched off, for each
+        tensor that requires one.
+    """
     x, *rest = args
-    if torch.is_grad_enabled() and x._block.is_leaf and x._block.requires_grad:
+    name = func.__name__
+    if x._block.requires_grad and torch.is_grad_enabled() and x._block.is_leaf:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    block = x._block
-    follows = block.requires_grad and (not block._is_view() or is_ordinary_view(block))
-    with nullcontext() if torch.is_grad_enabled() or not follows else _in_graph(block):  # (x stays in its graph)
-        y = getattr(torch.Tensor, func.__name__.removesuffix("_"))(x, *rest, **kwargs)
-        if follows and block.is_leaf:
-            block.data = y._block.detach()
-        else:
-            x._block = y._block
-    x._layout, x._strides = y._layout, strides_of(y)
+    if x._block.requires_grad and not torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} would change the shape of a global tensor that requires a gradient, where gradients are switched "
+            f"off; use what x.{name.removesuffix('_')}(...) gives, or x.detach()"
+        )
+    y = getattr(torch.Tensor, name.removesuffix("_"))(x, *rest, **kwargs)
+    x._block, x._layout, x._strides = y._block, y._layout, strides_of(y)
     same: GlobalTensor = x
     return same
-
-
-@contextmanager
-def _in_graph(block: torch.Tensor) -> Iterator[None]:
-    with torch.inference_mode(False), torch.set_grad_enabled(not block.is_leaf):
-        yield
 
 
 @handles("view_as_real", "torch")
