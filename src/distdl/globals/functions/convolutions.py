@@ -11,6 +11,7 @@ from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import Sliding
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.applying import apply, autocast_dtype, hashable, single
+from distdl.globals.functions.judging import judge
 from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.convolution import Convolution
@@ -55,20 +56,11 @@ def convolution(
         return NotImplemented  # (of no channels, torch makes none)
     if input.dim() == space + 1:
         return func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
-    if input.dim() != space + 2:
-        raise RuntimeError(
-            f"Expected {space + 1}D (unbatched) or {space + 2}D (batched) input to conv{space}d, but got input of "
-            f"size: {list(input.shape)}"
-        )
     produced, taken = weight.shape[0], weight.shape[1] * groups
-    if taken != input.shape[1]:
-        raise RuntimeError(
-            f"Given groups={groups}, weight of size {list(weight.shape)}, expected input{list(input.shape)} to "
-            f"have {taken} channels, but got {input.shape[1]} channels instead"
-        )
     key = (*hashable((stride, padding, dilation)), groups, autocast_dtype(input))
 
     def op() -> Convolution:
+        judge(func, (input, weight, None, stride, padding, dilation, groups), {})
         name = func.__name__
         _check_bias(bias, produced, f"weight of size {list(weight.shape)}")
         sliding = Sliding.of_convolution(name, space, tuple(weight.shape[2:]), *map(single, key[:3]))

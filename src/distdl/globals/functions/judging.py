@@ -18,6 +18,8 @@ from distdl.tensors.modes import uncounted
 def judge(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Let torch check the shapes and dtypes of whole tensors, and the options beside them.
 
+    What it refuses without memory, it is asked again of zeros in one place, because some errors then have other texts.
+
     Args:
         args, kwargs: of a function of torch that reads no tensor's values.
     Returns: True.
@@ -25,8 +27,14 @@ def judge(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     """
     with uncounted():
         given, named = map_tensors((args, kwargs), lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
+        try:
+            func(*given, **named)
+            return True
+        except Exception as problem:
+            refused = problem
+        given, named = map_tensors((args, kwargs), lambda one: torch.zeros((), dtype=one.dtype).expand(one.shape))
         func(*given, **named)
-    return True
+    raise refused
 
 
 def judged(

@@ -14,7 +14,7 @@ from distdl.globals.entry import full_tensor
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions import batch
 from distdl.globals.functions.applying import ready, run, weight_of
-from distdl.globals.functions.judging import judge_dtypes, judged
+from distdl.globals.functions.judging import judge, judge_dtypes, judged
 from distdl.globals.operands import block_of
 from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
@@ -43,12 +43,6 @@ def _normalised(
     weights = [weight_of(one, context) for one in (weight, bias) if one is not None]
     known = (layout, block), *((None, one) for one in weights)
     return run(ready(context, key, lambda: (op(), layout.partition), name, *known), block, *weights, *running)
-
-
-def _check_running(mean: Any, variance: Any) -> None:
-    for name, one in (("running_mean", mean), ("running_var", variance)):
-        if one is not None and not isinstance(one, torch.Tensor):
-            raise TypeError(f"a normalisation needs {name} to be a tensor or None; got a {type(one).__name__}")
 
 
 def _with_plain(normalise: Callable[..., Any], statistics: Sequence[Any], *rest: Any, updates: bool) -> Any:
@@ -117,9 +111,6 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ) -> Any:
         if type(input) is not GlobalTensor or input.dim() < 2:
             return fall_back(func, args, kwargs)
-        if not isinstance(training, bool):
-            raise TypeError(f"batch_norm(): argument 'training' must be bool, not {type(training).__name__}")
-        _check_running(running_mean, running_var)
         if GlobalTensor in (type(running_mean), type(running_var)):
             rest = weight, bias, training, momentum, eps
             of_input = partial(functional.batch_norm, input)
@@ -149,8 +140,6 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 steps = partial(_in_steps, layout, eps)
                 return _in_one(input, weight, bias, batch.Options(statistics, eps, kept, momentum, steps))
         running = _running(running_mean, running_var)
-        if not training and not running:
-            raise RuntimeError("Expected running_mean and running_var to be defined when training=False")
 
         def op() -> BatchNorm:
             check()
@@ -179,7 +168,6 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     ) -> Any:
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
-        _check_running(running_mean, running_var)
         if GlobalTensor in (type(running_mean), type(running_var)):
             rest = weight, bias, use_input_stats, momentum, eps
             of_input = partial(functional.instance_norm, input)
@@ -223,7 +211,7 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cudnn_enabled: bool = True,
     ) -> Any:
         if type(input) is GlobalTensor and input.dim() < 2:
-            raise RuntimeError(f"Expected at least 2 dimensions for input tensor but received {input.dim()}")
+            judge(func, args, kwargs)
         if type(input) is not GlobalTensor or not input.shape[1]:
             return fall_back(func, args, kwargs)
         channels = input.shape[1]
@@ -256,7 +244,7 @@ def layer_norm(
     last = _last(input, normalized_shape)
 
     def op() -> LayerNorm:
-        _check_sizes(normalized_shape, weight=weight, bias=bias)
+        judge(func, (input, normalized_shape, weight, bias, eps), {})
         small = [min(max(extent, 1), 2) for _, extent in last]
         judge_dtypes(lambda x, *weights: torch.layer_norm(x, small, *weights), input, weight, bias)
         return LayerNorm(last, eps)
@@ -277,7 +265,7 @@ def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _by_squares(input, [dim for dim, _ in last], weight, eps)
 
         def op() -> RMSNorm:
-            _check_sizes(normalized_shape, weight=weight)
+            judge(func, args, kwargs)
             return RMSNorm(last, eps)
 
         return _normalised(op, (last, eps), input, "rms_norm", weight, None)
@@ -300,29 +288,7 @@ def _by_squares(x: Any, dims: list[int], weight: torch.Tensor | None, eps: float
     return (y if weight is None else y * weight).to(x.dtype)
 
 
-def _check_sizes(normalized_shape: Sequence[int], **weights: torch.Tensor | None) -> None:
-    """Check weights of the last dims. (Of tensors without memory, torch gives other texts.)
-
-    Raises: RuntimeError if one has other sizes.
-    """
-    for name, one in weights.items():
-        if one is not None and tuple(one.shape) != tuple(normalized_shape):
-            raise RuntimeError(
-                f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape {list(one.shape)} "
-                f"and normalized_shape = {list(normalized_shape)}"
-            )
-
-
 def _last(x: GlobalTensor, normalized_shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The last dims and their extents.
-
-    Raises: RuntimeError if x has others.
-    """
+    """The last dims and their extents."""
     extents = tuple(normalized_shape)
-    if not extents or tuple(x.shape[-len(extents) :]) != extents:
-        raise RuntimeError(
-            f"Given normalized_shape={list(extents)}, expected input with shape [*, {', '.join(map(str, extents))}], "
-            f"but got input of size{list(x.shape)}"
-        )
-    first = x.dim() - len(extents)
-    return tuple((first + place, extent) for place, extent in enumerate(extents))
+    return tuple(enumerate(extents, x.dim() - len(extents)))
