@@ -7,19 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from distdl.geometry.windows import PoolSliding
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import apply, hashable, single, widened
-from distdl.globals.functions.judging import frozen, judge, judged, rough
-from distdl.globals.nested import map_tensors
-from distdl.globals.table import by_name, composite, handles
+from distdl.globals.functions.judging import frozen, judge, rough
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
 from distdl.ops.interpolation import Interpolation
-from distdl.ops.pooling import Average, Maximum, Pooling, Power
+from distdl.ops.pooling import Average, Maximum, Pooling
 from distdl.ops.resampling import Mode
-from distdl.tensors.dtypes import without_autocast
 
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a function, and its arguments
 
@@ -30,17 +29,12 @@ def _space_of(func: Any) -> int:
 
 
 def _batched(input: Any, call: _Call, pool: Callable[[GlobalTensor], Any]) -> Any:
-    """Pool a tensor that may have no batch.
-
-    Raises: of one of other dims, what torch raises. (Of tensors without memory, that has other texts.)
-    """
+    """Pool a tensor that may have no batch."""
     space = _space_of(call[0])
     if input.dim() == space + 2:
         return pool(input)
     if input.dim() != space + 1:
-        func, *given = call
-        args, kwargs = map_tensors(given, lambda one: torch.zeros((), dtype=one.dtype).expand(one.shape))
-        func(*args, **kwargs)
+        judge(*call)
         raise RuntimeError(f"Expected {space + 1}D or {space + 2}D input to a pooling, got {list(input.shape)}")
     y = pool(input.unsqueeze(0))
     return tuple(one.squeeze(0) for one in y) if isinstance(y, tuple) else y.squeeze(0)
@@ -57,10 +51,6 @@ def _pooled(
     ceil_mode: bool,
 ) -> Any:
     space, name = _space_of(call[0]), call[0].__name__
-    if not isinstance(ceil_mode, bool):
-        raise TypeError(f"{name}() needs ceil_mode to be True or False; got {ceil_mode!r}")
-    if bool in map(type, (kernel, stride, padding, dilation)):
-        raise TypeError(f"{name}(): kernel_size, stride, padding and dilation must be ints or tuples of them, not bool")
     stride = kernel if stride is None or stride == [] or stride == () else stride
     key = (reduction, *hashable((kernel, stride, padding, dilation)), ceil_mode)
 
@@ -125,17 +115,6 @@ def average_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return run(*args, **kwargs)
 
 
-@handles("lp_pool1d lp_pool2d lp_pool3d", "functional")
-def power_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
-        if isinstance(norm_type, torch.Tensor):  # (that is learned)
-            return composite(func)(*args, **kwargs)
-        call = func, args, kwargs
-        return _pooled(call, input, Power(norm_type), kernel_size, stride, 0, 1, ceil_mode)
-
-    return run(*args, **kwargs)
-
-
 @handles("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", "torch functional")
 @by_name
 def adaptive_average_pooling(func: Any, input: Any, output_size: Any) -> Any:
@@ -163,9 +142,8 @@ def _adaptive(func: Any, input: Any, output_size: Any, op: AdaptiveAverage | Ada
     call: _Call = (func, (input, output_size), {})
 
     def accepted(x: GlobalTensor) -> Any:
-        taken = _accepting(op, (1,) * x.dim(), x)
         judge(*call)
-        return taken
+        return _accepting(op, (1,) * x.dim(), x)
 
     key = op, frozen(output_size)
     return _batched(input, call, lambda x: apply(lambda: accepted(x), key, x, func.__name__))
@@ -173,10 +151,7 @@ def _adaptive(func: Any, input: Any, output_size: Any, op: AdaptiveAverage | Ada
 
 def _extents(space: int, output_size: Any) -> tuple[int | None, ...]:
     sizes = (output_size,) * space if output_size is None or isinstance(output_size, int) else tuple(output_size)
-    sizes = sizes * space if len(sizes) == 1 else sizes
-    if len(sizes) != space:
-        raise RuntimeError(f"adaptive pooling in {space} dims needs an output_size of {space}; got {output_size}")
-    return sizes
+    return sizes * space if len(sizes) == 1 else sizes
 
 
 @handles("interpolate", "functional")
@@ -196,46 +171,32 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
         def check() -> None:
             """Let torch check the options. (That cells come out is checked apart.)"""
-
-            def ask() -> bool:
-                # (of no samples, torch's own check of nearest ones raises another error, without memory alone)
-                shape = (*(max(n, 1) for n in input.shape[:1]), *input.shape[1:])
-                one = torch.empty(shape, dtype=input.dtype, device="meta")
-                return judge(lambda x: torch.nn.functional.interpolate(x, *options), (one,), {})
-
-            try:
-                input._context.keep(("interpolate", rough(input.shape), input.dtype, frozen(options)), ask)
-            except ZeroDivisionError:  # (of tensors without memory, torch divides by what factors give)
-                _check_cells(input, _scaled(input, scale_factor))
-                raise
+            # (of no samples, torch's own check of nearest ones raises another error, without memory alone)
+            one = torch.empty(
+                (*(max(n, 1) for n in input.shape[:1]), *input.shape[1:]), dtype=input.dtype, device="meta"
+            )
+            key = ("interpolate", rough(input.shape), input.dtype, frozen(options))
+            input._context.keep(key, lambda: judge(functional.interpolate, (one, *options), {}))
 
         if mode == "area" and not antialias:
             check()
             return _area(input, size, scale_factor)
         input = widened(input, ("cuda",))
         is_rounded = input.dtype is torch.uint8 and mode in ("bilinear", "bicubic")  # (after each dim, by integers)
-        if (size is None) == (scale_factor is None) or is_rounded:
+        if antialias or (size is None) == (scale_factor is None) or is_rounded:
             return fall_back(func, args, kwargs)
-        if antialias:
-            if input.dim() != 4 or input.dtype not in (torch.float32, torch.float64):
-                return fall_back(func, args, kwargs)  # (for torch's error, and other dtypes)
-            size = tuple(map(int, size)) if isinstance(size, (tuple, list)) else size
-            given = {"mode": mode, "align_corners": align_corners, "recompute_scale_factor": recompute_scale_factor}
-            judged(func, (input, size, scale_factor), {"antialias": True, **given})
-            return _filtered(func, input, size, scale_factor, given)
         space, factors = input.dim() - 2, scale_factor
         if size is not None:
             size = (size,) * space if isinstance(size, int) else tuple(map(int, size))
         elif recompute_scale_factor:
             check()
             size, factors = _scaled(input, factors), None
-        if size is not None:
-            _check_cells(input, size)  # (of tensors without memory, torch divides by it)
 
         def op() -> Interpolation:
             check()
-            if size is None:
-                _check_cells(input, _scaled(input, factors))
+            if min(_scaled(input, factors) if size is None else size, default=1) < 1:
+                # (for torch's error, which it has not without memory)
+                functional.interpolate(torch.zeros((), dtype=input.dtype).expand(input.shape), *options)
             chosen = Mode.of("interpolate", space, mode, align_corners, factors)
             return Interpolation(chosen, None if size is None else (*input.shape[:2], *size))
 
@@ -245,27 +206,8 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return run(*args, **kwargs)
 
 
-def _filtered(func: Any, input: Any, size: Any, factors: Any, given: dict[str, Any]) -> Any:
-    """Filter along rows and columns: products with matrices, which are what torch makes of those of ones.
-
-    (So nan and inf reach all of their row and column, and in torch only what is near them.)
-    """
-    y: Any = input
-    for dim in (3, 2):
-        ones = torch.eye(input.shape[dim], dtype=input.dtype, device=input.device)[None, None]
-        if size is None:
-            factor = factors[dim - 2] if isinstance(factors, (list, tuple)) else factors
-            matrix = func(ones, scale_factor=(factor, 1.0), antialias=True, **given)[0, 0]
-        else:
-            count = size[dim - 2] if isinstance(size, tuple) else int(size)
-            matrix = func(ones, size=(count, input.shape[dim]), antialias=True, **given)[0, 0]
-        with without_autocast(input.device):  # (torch casts nothing for it)
-            y = torch.matmul(y, matrix.mT) if dim == 3 else torch.matmul(matrix, y)
-    return y
-
-
 def _area(input: GlobalTensor, size: Any, scale_factor: Any) -> Any:
-    pool: Any = getattr(torch.nn.functional, f"adaptive_avg_pool{input.dim() - 2}d")
+    pool: Any = getattr(functional, f"adaptive_avg_pool{input.dim() - 2}d")
     return pool(input, _scaled(input, scale_factor) if size is None else size)
 
 
@@ -273,14 +215,3 @@ def _scaled(input: GlobalTensor, factors: Any) -> tuple[int, ...]:
     """The sizes of an input times factors: one for each dim of space, or for all."""
     listed = factors if isinstance(factors, (list, tuple)) else [factors] * (input.dim() - 2)
     return tuple(int(n * f) for n, f in zip(input.shape[2:], listed, strict=True))
-
-
-def _check_cells(input: GlobalTensor, size: tuple[int, ...]) -> None:
-    """Check that interpolation gives cells.
-
-    Raises: RuntimeError, as torch does.
-    """
-    if min(size, default=1) < 1:
-        raise RuntimeError(
-            f"Input and output sizes should be greater than 0, but got input {tuple(input.shape[2:])} output {size}"
-        )
