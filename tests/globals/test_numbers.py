@@ -146,7 +146,6 @@ CURVED = {
     "beta": lambda x, n: functional.smooth_l1_loss(x, x + 1, beta=n),
     "delta": lambda x, n: functional.huber_loss(x, x + 1, delta=n),
     "a margin": lambda x, n: functional.triplet_margin_loss(x, x + 1, x - 1, margin=n),
-    "a margin of pairs": lambda x, n: functional.cosine_embedding_loss(x, x + 1, x[:, 0].sign(), margin=n),
     "ignored": lambda x, n: functional.nll_loss(x, torch.tensor([0, 1, 1, 2, 4]), ignore_index=n),
     "a norm": lambda x, n: x.norm(n),
     "a norm of lines": lambda x, n: functional.normalize(x, p=n),

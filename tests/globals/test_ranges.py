@@ -26,8 +26,6 @@ FUNCTIONS = {
     "index_select": lambda x, t: x.index_select(1, t.flatten()),
     "index_add": lambda x, t: x.index_add(-2, t.flatten(), torch.ones(4, 20, 5).double()),
     "index_fill": lambda x, t: x.index_fill(1, t.flatten(), 2.0),
-    "multi_margin_loss": lambda x, t: F.multi_margin_loss(x[..., 0], t[:, 4]),
-    "multilabel_margin_loss": lambda x, t: F.multilabel_margin_loss(x[..., 0], t[:, 2:]),
 }
 
 

@@ -75,19 +75,18 @@ def test_what_falls_back_reads_strides_in_its_own_cells_or_is_refused(function):
 
 
 @pytest.mark.filterwarnings("ignore:.*has no op")
-@pytest.mark.parametrize("read", [torch.as_strided, torch.as_strided_copy])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_strides_of_a_part_of_a_block_are_those_of_its_cells(read, workers):
+def test_strides_of_a_part_of_a_block_are_those_of_its_cells(workers):
     """Also where it has not moved to the worker that reads them: in the memory of a block lie other cells before it."""
 
     def work():
         x = split(x2, 1, 1)
-        assert_close(read(x[1:], (2, 3), (0, 1)), read(x2[1:], (2, 3), (0, 1)))
-        assert_close(read(x[2], (2, 2), (3, 1), 13), read(x2[2], (2, 2), (3, 1), 13))
+        assert_close(torch.as_strided(x[1:], (2, 3), (0, 1)), torch.as_strided(x2[1:], (2, 3), (0, 1)))
+        assert_close(torch.as_strided(x[2], (2, 2), (3, 1), 13), torch.as_strided(x2[2], (2, 2), (3, 1), 13))
         with pytest.raises(RuntimeError, match="out of bounds"):
-            read(x[1, 2], (3,), (1,))
+            torch.as_strided(x[1, 2], (3,), (1,))
         x = split(x2.mT, 1, 1)  # (which lies as any global tensor that enters)
-        assert_close(read(x, (3, 2), (1, 7)), read(x2.mT.contiguous(), (3, 2), (1, 7)))
+        assert_close(torch.as_strided(x, (3, 2), (1, 7)), torch.as_strided(x2.mT.contiguous(), (3, 2), (1, 7)))
 
     distdl.run_workers(work, workers)
 

@@ -24,7 +24,6 @@ from distdl.globals.functions import (
     lines,
     lookups,
     losses,
-    margins,
     masks,
     matrices,
     normalising,

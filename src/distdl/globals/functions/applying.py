@@ -119,12 +119,6 @@ def widened(x: torch.Tensor, devices: Collection[str]) -> torch.Tensor:
     return x.float() if x.dtype in HALVES and _kind(x) in devices and autocast_dtype(x) is not None else x
 
 
-def narrowed(x: torch.Tensor, devices: Collection[str]) -> torch.Tensor:
-    """A tensor in the dtype of the autocast of one of these types of device."""
-    cast = autocast_dtype(x) if _kind(x) in devices else None
-    return x if cast is None else cast_to(x, cast)
-
-
 def cast_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor in the dtype of autocast. (Of float64, torch casts nothing.)"""
     return x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from distdl.globals.functions.applying import one_by_one
 from distdl.globals.functions.products import contract
 from distdl.globals.functions.work import checked
 from distdl.globals.table import handles
@@ -18,9 +17,7 @@ from distdl.globals.tensor import GlobalTensor
 @handles("einsum", "torch")
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any equation, over tensors in any layouts."""
-    if not isinstance(args[0], str):
-        args = _from_lists(args)
-    equation, operands = args[0], one_by_one(args[1:])
+    equation, *operands = args  # (torch has made an equation of lists of labels)
     labels, out = _labelled(equation, tuple(one.dim() for one in operands))
     checked(_einsum(equation), operands, compares=True)
     if any(len(set(own)) < len(own) for own in labels):
@@ -79,16 +76,3 @@ def _labelled(equation: str, ranks: tuple[int, ...]) -> tuple[tuple[tuple[str, .
     letters = left.replace(",", "").replace(".", "")
     once = sorted({one for one in letters if letters.count(one) == 1})
     return labels, (*expand("..." if hidden else "", hidden), *once)
-
-
-def _from_lists(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``einsum(x, [0, 1], y, [1, 2], [0, 2])`` as an equation."""
-
-    def term(numbers: Any) -> str:
-        # (torch numbers capitals first)
-        return "".join("..." if one is Ellipsis else _LETTERS[(one + 26) % 52] for one in numbers)
-
-    equation = ",".join(term(one) for one in args[1 : len(args) // 2 * 2 : 2])
-    if len(args) % 2:
-        equation += "->" + term(args[-1])
-    return (equation, *args[0 : len(args) // 2 * 2 : 2])

@@ -16,7 +16,7 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import one_by_one
 from distdl.globals.functions.indexing import part
-from distdl.globals.functions.judging import judge_dtype, judged, shape_of
+from distdl.globals.functions.judging import judge, judge_dtype, judged, shape_of
 from distdl.globals.functions.lines import brought_together
 from distdl.globals.operands import block_of, entire
 from distdl.globals.table import TABLE, by_name, handles
@@ -112,9 +112,6 @@ def _joined(parts: list[torch.Tensor], dim: int, shape: Shape) -> torch.Tensor:
 @by_name
 def cat(func: Any, tensors: Any, dim: int = 0) -> Any:
     known = next(one for one in tensors if type(one) is GlobalTensor)
-    for place, one in enumerate(tensors):
-        if not one.dim():
-            raise RuntimeError(f"zero-dimensional tensor (at position {place}) cannot be concatenated")
     ignored = [one for one in tensors if tuple(one.shape) == (0,)]  # (as torch does, but for dtypes)
     tensors = [one for one in tensors if tuple(one.shape) != (0,)]
     if not tensors:
@@ -122,9 +119,7 @@ def cat(func: Any, tensors: Any, dim: int = 0) -> Any:
     if not any(type(one) is GlobalTensor for one in tensors):
         tensors[0] = split_beside(tensors[0], (known,))
     shapes = tuple(one.shape for one in tensors)
-    known._context.keep(
-        ("cat", shapes, dim), lambda: torch.cat([torch.empty(shape, device="meta") for shape in shapes], dim).shape
-    )  # (for torch's error)
+    known._context.keep(("cat", shapes, dim), lambda: judge(func, (tensors, dim), {}))
     y: Any = side_by_side(tensors, dim % tensors[0].dim())
     for one in ignored:
         y = y.to(torch.promote_types(y.dtype, one.dtype))
@@ -136,13 +131,8 @@ def cat(func: Any, tensors: Any, dim: int = 0) -> Any:
 @by_name
 def stack(func: Any, tensors: Any, dim: int = 0) -> torch.Tensor:
     tensors = list(tensors)
-    shapes = tuple(one.shape for one in tensors)
-    if len(set(shapes)) > 1:
-        wrong = next(place for place, shape in enumerate(shapes) if shape != shapes[0])
-        raise RuntimeError(
-            f"stack expects each tensor to be equal size, but got {list(shapes[0])} at entry 0 and "
-            f"{list(shapes[wrong])} at entry {wrong}"
-        )
+    if len({one.shape for one in tensors}) > 1:
+        judge(func, (tensors, dim), {})
     return torch.cat([one.unsqueeze(dim) for one in tensors], dim)
 
 
@@ -294,12 +284,6 @@ def flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return layout.context.layout(turned, intervals)
 
     return GlobalTensor._of(block_of(x).flip(dims), layout.context.keep(("flip", layout, dims), make))
-
-
-@handles("__reversed__", "Tensor")
-def backwards(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    (x,) = args
-    return x.flip(0) if x.dim() else x
 
 
 # -- new ones

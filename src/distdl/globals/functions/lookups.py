@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import as_global, autocast_dtype, cast_to, weight_of
-from distdl.globals.functions.counting import added_up
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.work import work_on
@@ -39,7 +38,7 @@ def embedding(
     if max_norm is not None and type(weight) is not GlobalTensor:
         _shorten(weight, input, max_norm, norm_type)
         return func(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
-    if type(input) is not GlobalTensor or max_norm is not None:
+    if type(input) is not GlobalTensor or max_norm is not None or scale_grad_by_freq:
         return NotImplemented
     if weight.dim() != 2:
         raise RuntimeError("'weight' must be 2-D")
@@ -51,9 +50,6 @@ def embedding(
 
     # (of no indices, torch's second derivative raises)
     y = local(look_up, (*block.shape, columns), (block, (1,) * block.dim()), (table, (max(rows, 1), 1)))
-    if scale_grad_by_freq and torch.is_grad_enabled() and table.requires_grad and input.numel():
-        often = _counts(input, rows)[block.detach()].unsqueeze(-1)
-        y.register_hook(lambda dy: dy / often)
 
     def result() -> Any:
         return context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, columns),)])
@@ -77,65 +73,16 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """A lookup, and then the sum, mean or maximum of each bag: of bags of equal length, padded or
-    not; the sum and mean also of others."""
+    """The sum, mean or maximum of the rows of each bag, where bags have equal lengths. Others fall back."""
+    rest = norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx
     if max_norm is not None and type(weight) is not GlobalTensor:
         _shorten(weight, input, max_norm, norm_type)
-        max_norm = None
+        return func(input, weight, offsets, None, *rest)
     alike = type(input) is GlobalTensor and input.dim() == 2 and input.shape[1] > 0 and offsets is None
-    ends = _ends_of(input, offsets, include_last_offset) if mode in ("sum", "mean") else None
-    alike = alike or ends is not None
-    plain = max_norm is None and not scale_grad_by_freq and type(weight) is not GlobalTensor
-    if alike and plain and per_sample_weights is not None:
-        same = per_sample_weights.shape == input.shape and per_sample_weights.dtype == weight.dtype
-        plain = same and mode == "sum"
-    if alike and plain and padding_idx is not None:
-        plain = -weight.shape[0] <= padding_idx < weight.shape[0]
-    if not (alike and plain and mode in _OF_BAGS):
-        return fall_back(
-            func, (input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
-                   per_sample_weights, include_last_offset, padding_idx), {}
-        )  # fmt: skip
-    rows = functional.embedding(input, weight, padding_idx)
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights.unsqueeze(-1)
-    if ends is not None:
-        padding = None if padding_idx is None else padding_idx % len(weight)
-        return _of_uneven(mode, rows, input, ends, padding)
-    return _OF_BAGS[mode](rows) if padding_idx is None else _of_padded(mode, rows, input, padding_idx % len(weight))
-
-
-def _ends_of(input: Any, offsets: Any, with_last: bool) -> list[int] | None:
-    """Where each bag of a vector of indices ends, if the offsets say where they begin; None if they do not."""
-    vectors = isinstance(offsets, torch.Tensor) and type(input) is GlobalTensor and input.dim() == offsets.dim() == 1
-    if not vectors or not input.numel() or input._context.comm.imagined:
-        return None
-    begins = entire(offsets).tolist()
-    ends = [*begins[1:], *([] if with_last else [len(input)])]
-    right = begins and begins[0] == 0 and begins == sorted(begins) and begins[-1] <= len(input)
-    return ends if right and (not with_last or (ends and ends[-1] == len(input))) else None
-
-
-def _of_uneven(mode: str, rows: Any, indices: Any, ends: list[int], padding: int | None) -> Any:
-    """The sum or mean of each bag of rows."""
-    bags = torch.bucketize(torch.arange(len(rows)), torch.tensor(ends), right=True).to(rows.device)
-    counts: Any = torch.bincount(bags, minlength=len(ends))
-    if padding is not None:
-        left_out = indices == padding
-        rows = rows.masked_fill(left_out.unsqueeze(-1), 0)
-        counts = torch.zeros_like(counts).index_add(0, bags, (~left_out).long())
-    total = torch.zeros(len(ends), rows.shape[1], dtype=rows.dtype, device=rows.device).index_add(0, bags, rows)
-    return total if mode == "sum" else total / counts.clamp(min=1).unsqueeze(-1)
-
-
-def _of_padded(mode: str, rows: torch.Tensor, indices: torch.Tensor, padding: int) -> torch.Tensor:
-    """The same without the rows of an index; zero of a bag that has no others."""
-    left_out = (indices == padding).unsqueeze(-1)
-    if mode == "max":
-        found = _OF_BAGS[mode](rows.masked_fill(left_out, -torch.inf))
-        return found.masked_fill(left_out.all(1), 0)
-    total = _OF_BAGS["sum"](rows.masked_fill(left_out, 0))
-    return total if mode == "sum" else total / (~left_out).sum(1).clamp(min=1)
+    plain = max_norm is per_sample_weights is padding_idx is None and type(weight) is not GlobalTensor
+    if not (alike and plain and mode in _OF_BAGS) or scale_grad_by_freq:
+        return NotImplemented
+    return _OF_BAGS[mode](functional.embedding(input, weight))
 
 
 _OF_BAGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -143,19 +90,6 @@ _OF_BAGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda rows: rows.mean(1),
     "max": lambda rows: rows.max(1).values,
 }
-
-
-def _counts(indices: GlobalTensor, rows: int) -> torch.Tensor:
-    """How often each row is looked up, by all workers."""
-    own = block_of(indices).detach().reshape(-1)
-    found = torch.zeros(rows, dtype=torch.int64, device=own.device).index_add(0, own, torch.ones_like(own).long())
-    counts: torch.Tensor = added_up(indices._layout, found).full_tensor()
-    return counts
-
-
-def _rows(table: torch.Tensor) -> torch.Tensor:
-    """A table of the host with as many rows."""
-    return torch.empty(len(table), 1, device="cpu")
 
 
 def _shorten(weight: torch.Tensor, indices: Any, max_norm: float, norm_type: float) -> None:

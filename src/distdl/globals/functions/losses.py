@@ -14,14 +14,12 @@ from distdl.globals.functions.applying import ready, weight_of
 from distdl.globals.functions.judging import check_range, judge, judge_dtypes
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.reductions import summed, without_dims
-from distdl.globals.functions.shapes import whole_along
-from distdl.globals.operands import aligned, block_of, entire, moved, sample, taken
+from distdl.globals.operands import aligned, block_of, moved, sample, taken
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.class_loss import CrossEntropy, NegativeLogLikelihood
 from distdl.ops.loss import ABSENT
 from distdl.partition import Partition
-from distdl.tensors.connection import local
 from distdl.tensors.dtypes import HALVES
 
 
@@ -84,10 +82,7 @@ def _check_shapes(func: Any, given: dict[str, Any]) -> None:
         return
     x, target = given["input"], given.get("target")
     if isinstance(target, torch.Tensor) and x.shape != target.shape:
-        raise ValueError(
-            f"Using a target size ({target.shape}) that is different to the input size ({x.shape}) is deprecated. "
-            "Please ensure they have the same size."
-        )
+        judge(func, (), given)
     for weight in (given.get("weight"), given.get("pos_weight")):  # (into what these are multiplied, torch writes)
         if isinstance(weight, torch.Tensor) and _is_larger(weight.shape, x.shape):
             shape = torch.broadcast_shapes(x.shape, weight.shape)
@@ -131,7 +126,7 @@ def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
         if not _fit(input, target):
-            _refuse(func, args, kwargs)
+            judge(func, args, kwargs)
         return _of_classes(NegativeLogLikelihood(ignore_index, reduction), input, target, weight, func)
 
     return run(*args, **kwargs)
@@ -154,7 +149,7 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return fall_back(func, args, kwargs)
         probabilities = target.shape == input.shape and target.is_floating_point()
         if label_smoothing > 1 or not (probabilities or _fit(input, target)):
-            _refuse(func, args, kwargs)
+            judge(func, args, kwargs)
         op = CrossEntropy(ignore_index, reduction, max(label_smoothing, 0.0), probabilities)
         return _of_classes(op, input, target, weight, func)
 
@@ -173,14 +168,6 @@ def reduction_of(average: Any, reduce: Any, reduction: str, over_batch: bool = F
     if reduction not in ("none", "mean", "sum") and not (reduction == "batchmean" and over_batch):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     return reduction
-
-
-def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise what torch raises. (For tensors without memory it asserts what it checks of others.)"""
-    try:
-        judge(func, args, kwargs)
-    except AssertionError as problem:
-        raise RuntimeError(str(problem)) from None
 
 
 def _fit(x: Any, target: Any) -> bool:
@@ -241,68 +228,3 @@ def _places(layout: KnownLayout, probabilities: bool) -> tuple[KnownLayout, Know
     if probabilities:
         return first, first
     return context.layout(workers[:, 0], [batch, *space]), first
-
-
-@handles("ctc_loss", "torch functional")
-def ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of sequences of labels. Each sequence of a batch is whole where its loss is computed."""
-
-    def run(
-        log_probs: Any,
-        targets: Any,
-        input_lengths: Any,
-        target_lengths: Any,
-        blank: int = 0,
-        reduction: str | int = 0 if func is torch.ctc_loss else "mean",
-        zero_infinity: bool = False,
-    ) -> Any:
-        wanted = ("none", "mean", "sum")[reduction] if isinstance(reduction, int) else reduction
-        if type(log_probs) is not GlobalTensor or wanted not in ("none", "mean", "sum"):
-            return fall_back(func, args, kwargs)
-        x: Any = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
-        labels, read, written = entire(targets), _numbers(input_lengths), _numbers(target_lengths)
-        if not _are_labels(x, labels, read, written, blank):
-            return fall_back(func, args, kwargs)  # (for torch's error)
-        x = whole_along(x, [0, 2], "ctc_loss")
-        layout, (steps, _, classes) = x._layout, x.shape
-        start, stop = layout.box[1]
-        rows = labels[start:stop] if labels.dim() == 2 else labels[sum(written[:start]) : sum(written[:stop])]
-        own = (rows, read[start:stop], written[start:stop])
-        if stop == start:  # (no label, of one sequence)
-            own = (labels.new_zeros(1, 1), [steps], [0])
-        target = layout.context.layout(layout.partition.workers[0, :, 0], [layout.intervals[1]])
-        losses: Any = GlobalTensor._of(
-            local(
-                # (lists of numbers go, too, where the stubs have tensors)
-                lambda block: functional.ctc_loss(block, *own, blank, "none", zero_infinity),  # type: ignore[arg-type]
-                target.local,
-                (block_of(x), (steps, 1, classes)),
-            ),
-            target,
-        )
-        if wanted == "none":
-            return losses if log_probs.dim() == 3 else losses.squeeze(0)
-        if wanted == "sum":
-            return losses.sum()
-        return (losses / torch.tensor(written, dtype=x.dtype, device=x.device).clamp_min(1)).mean()
-
-    return run(*args, **kwargs)
-
-
-def _numbers(lengths: Any) -> list[int]:
-    return entire(lengths).reshape(-1).tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
-
-
-def _are_labels(x: GlobalTensor, labels: torch.Tensor, read: list[int], written: list[int], blank: int) -> bool:
-    """Whether there is a target for each sequence, and all lengths are right."""
-    if x.dim() != 3 or not x.numel() or x.dtype not in (torch.float32, torch.float64):
-        return False
-    if not all(isinstance(n, int) for n in (*read, *written)):
-        return False
-    steps, count, classes = x.shape
-    if labels.dim() == 2:
-        enough = labels.shape[0] == count and labels.shape[1] >= max(written, default=0)
-    else:
-        enough = labels.dim() == 1 and len(labels) == sum(written)
-    lengths = len(read) == len(written) == count and all(0 <= n <= steps for n in read) and min(written) >= 0
-    return enough and lengths and 0 <= blank < classes

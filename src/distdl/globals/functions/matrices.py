@@ -23,109 +23,47 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on
 
-# of functions of more than a matrix: their tensors, and how many of their last dims one matrix may have
-_TAILS: dict[str, dict[str, tuple[int, ...]]] = {
-    "linalg_householder_product": {"input": (2,), "tau": (1,)},
-    "linalg_ldl_solve": {"LD": (2,), "pivots": (1,), "B": (2,)},
-    "linalg_lstsq": {"input": (2,), "b": (1, 2)},
-    "linalg_lu_solve": {"LU": (2,), "pivots": (1,), "B": (2,)},
-    "linalg_solve_ex": {"A": (2,), "B": (1, 2)},
-    "lu_solve": {"input": (2,), "LU_data": (2,), "LU_pivots": (1,)},
-    "lu_unpack": {"LU_data": (2,), "LU_pivots": (1,)},
-    "orgqr": {"input": (2,), "input2": (1,)},
-    "ormqr": {"input": (2,), "input2": (1,), "input3": (2,)},
-}
-_ONE: dict[str, tuple[int, ...]] = {"A": (2,)}
-
 
 @handles(
     "det logdet slogdet inv inverse cholesky eigh eigvalsh eigvals svd svdvals qr pinv pinverse matrix_exp "
-    "matrix_power inv_ex cholesky_ex cholesky_inverse lu lu_factor lu_factor_ex ldl_factor ldl_factor_ex geqrf orgqr "
-    "ormqr lu_unpack lu_solve",
+    "matrix_power inv_ex cholesky_ex lu lu_factor lu_factor_ex",
     "torch Tensor linalg",
 )
-@handles("eig matrix_rank cond lstsq ldl_solve householder_product solve_ex", "linalg")
+@handles("eig matrix_rank cond", "linalg")
 def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of each matrix, and of what belongs to it, by itself: these are whole, and the dims in front of them are split.
-
-    A single one falls back, and so does what is broadcast in front.
-    """
-    name = func.__name__
-    tails = _TAILS.get(name, _ONE)
-    operands, rest, options = list(args[: len(tails)]), args[len(tails) :], dict(kwargs)
-    if operands:
-        operands += [options.pop(one, None) for one in list(tails)[len(operands) :]]
-    lead = _lead(operands, list(tails.values()))
-    given = (*rest, *options.values())
-    if lead is None or tensors_in(given) or any(one in given for one in _OF_ALL.get(func, ())):
+    """Of each matrix by itself: matrices are whole, the dims in front of them are split. A single one falls back."""
+    name, x, rest = func.__name__, args[0] if args else None, args[1:]
+    if type(x) is not GlobalTensor or x.dim() < 3 or not x.numel() or tensors_in((rest, kwargs)):
         return fall_back(func, args, kwargs)
-    layout = pencils(lead._layout, [lead.dim() - 2, lead.dim() - 1])
-    context, front = layout.context, lead.dim() - 2
-    kinds = [(tuple(one.shape[front:]), one.dtype) for one in operands]
+    layout = pencils(x._layout, [x.dim() - 2, x.dim() - 1])
+    context = layout.context
+    matrix = _simple(tuple(x.shape[-2:]), x.dtype).to(x.device)
 
-    def run(operands: Sequence[torch.Tensor]) -> Any:
-        return func(*operands, *rest, **options)
-
-    def describe() -> tuple[Any, list[Shape | None]]:
-        """The type of the result, and for each tensor of it the shape that it has for one matrix; None: it is empty."""
+    def describe() -> tuple[Any, list[Shape]]:
+        """The type of the result, and the shape that each tensor of it has for one matrix; none if one has no cells."""
         with torch.no_grad():
-            y = run([_simple(*one)[None].to(lead.device) for one in kinds])  # (whose drivers give other results)
+            y = func(matrix[None], *rest, **kwargs)
         kind = None if isinstance(y, torch.Tensor) else type(y)
-        return kind, [tuple(one.shape[1:]) if one.numel() else None for one in ([y] if kind is None else y)]
+        found = [y] if kind is None else list(y)
+        return kind, [tuple(one.shape[1:]) for one in found] if all(one.numel() for one in found) else []
 
-    key = ("of each matrix", func, lead.device.type, *kinds, frozen(rest), frozen(options))
+    key = ("of each matrix", func, x.device.type, matrix.shape, x.dtype, frozen(rest), frozen(kwargs))
     kind, shapes = context.keep(key, describe)
-    alike = [one if type(one) is GlobalTensor else split_beside(one, lead) for one in operands]
-    blocks = [moved(one, _of_matrices(layout, shape), name) for one, (shape, _) in zip(alike, kinds, strict=True)]
-    active = all(block.numel() for block in blocks)
-    if not active:
-        least = [_simple(*one).to(lead.device) for one in kinds]
-        blocks = [zeros_on(block, (1, *one.shape)) + one for block, one in zip(blocks, least, strict=True)]
-    y = _alike(context, name, lambda: run(blocks))
-    found, made = [y] if kind is None else list(y), []
-    for one, shape in zip(found, shapes, strict=True):
-        if shape is None:
-            made.append(split_beside(one.detach(), lead))
-            continue
+    if not shapes:  # (a Q of nothing, which is not of each matrix)
+        return fall_back(func, args, kwargs)
+    block = moved(x, layout, name)
+    active = block.numel() > 0
+    given = block if active else zeros_on(block, (1, *matrix.shape)) + matrix
+    y = _alike(context, name, lambda: func(given, *rest, **kwargs))
+    made = []
+    for one, shape in zip([y] if kind is None else y, shapes, strict=True):
         target = _of_matrices(layout, shape)
         made.append(GlobalTensor._of(one if active else zeros_on(one, target.local), target))
     return made[0] if kind is None else kind(tuple(made))
 
 
-_OF_ALL = {  # by which options a result is not of each matrix: a Q of nothing, residuals if all ranks are full
-    torch.linalg.qr: ("r",),
-    torch.linalg.lstsq: ("gelsd", "gelss"),
-}
-
-
-def _lead(operands: Sequence[Any], tails: Sequence[tuple[int, ...]]) -> GlobalTensor | None:
-    """The matrices by which the others are split; None if there are none, or if others have not the same in front.
-
-    What may be vectors or matrices is vectors only where each is as long as its matrix, and leads where all have as
-    many dims.
-    """
-    if not operands or not all(isinstance(one, torch.Tensor) and one.numel() for one in operands):
-        return None
-    each = list(zip(operands, tails, strict=True))
-    matrices = [one for one, tail in each if tail == (2,)]
-    dims = matrices[0].dim()
-    leads = [one for one, tail in each if tail == (2,) or (2 in tail and one.dim() == dims)]
-    lead = next((one for one in leads if type(one) is GlobalTensor), None)
-    if lead is None or lead.dim() < 3:
-        return None
-    front = lead.dim() - 2
-    for one, tail in each:
-        if one.shape[:front] != lead.shape[:front] or one.dim() - front not in tail:
-            return None
-        if 2 in tail and one.dim() == front + 1 and one.shape != matrices[0].shape[:-1]:
-            return None
-    return lead
-
-
 def _simple(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """One of which every function has a derivative: eigenvalues and singular values of matrices differ. Or pivots."""
-    if len(shape) == 1:
-        return torch.arange(1, shape[0] + 1).to(dtype)
+    """A matrix of which every function has a derivative: its eigenvalues and singular values differ."""
     return (torch.eye(*shape) * torch.arange(1, shape[1] + 1)).to(dtype)
 
 
@@ -153,8 +91,7 @@ def _alike(context: Context, name: str, compute: Callable[[], Any]) -> Any:
 
 _REFUSING = {
     "inv", "inverse", "cholesky", "eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pinv", "pinverse",
-    "matrix_power", "matrix_rank", "cond", "solve", "inv_ex", "cholesky_ex", "cholesky_inverse", "lu_factor",
-    "lu_factor_ex", "ldl_factor", "lstsq", "lu_unpack", "solve_ex",
+    "matrix_power", "matrix_rank", "cond", "solve", "inv_ex", "cholesky_ex", "lu_factor", "lu_factor_ex",
 }  # fmt: skip
 
 

@@ -135,8 +135,6 @@ def _root(var: Any) -> Any:
 
 def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """The p-norm over dims."""
-    if type(keepdim) is not bool:
-        raise TypeError(f"linalg_vector_norm(): argument 'keepdim' must be bool, not {type(keepdim).__name__}")
     if dtype is not None or not (x.is_floating_point() or x.is_complex()):
         torch.linalg.vector_norm(torch.zeros(1, dtype=x.dtype), p, dtype=dtype)  # (for torch's error)
     x = widened(x, ("cuda",)) if dtype is None else x.to(dtype)
@@ -253,10 +251,8 @@ def vector_norm(
 @handles("norm", "torch Tensor")
 @by_name
 def norm(func: Any, input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    if p == "nuc" and (dim is not None or input.dim() == 2):
-        return torch.linalg.matrix_norm(input, "nuc", (0, 1) if dim is None else dim, keepdim, dtype=dtype)
     if p == "nuc":
-        return NotImplemented  # (for torch's error)
+        return NotImplemented
     return norm_over(input, 2 if p in (None, "fro") else p, dim, keepdim, dtype)
 
 
@@ -265,38 +261,13 @@ def norm(func: Any, input: Any, p: Any = "fro", dim: Any = None, keepdim: bool =
 def linalg_norm(
     func: Any, A: GlobalTensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    matrix = func is torch.linalg.matrix_norm
-    pair = (dim is not None and not isinstance(dim, int) and len(dim) == 2) or (dim is None and A.dim() == 2)
-    if matrix:
+    if func is torch.linalg.matrix_norm:
         ord, dim = "fro" if ord is None else ord, (-2, -1) if dim is None else dim
+    pair = (A.dim() == 2) if dim is None else not isinstance(dim, int) and len(dim) == 2
+    if pair and ord not in (None, "fro"):
+        return NotImplemented  # (of the largest column or row, or of singular values)
     judged(func, (A, ord, dim, keepdim), {"dtype": dtype})
-    if not matrix and (ord is None or not pair):
-        return norm_over(A, 2 if ord is None else ord, dim, keepdim, dtype)
-    if ord == "fro":
-        return norm_over(A, 2, dim, keepdim, dtype)
-    if not A.numel():
-        return NotImplemented
-    return _matrix_norm(A if dtype is None else A.to(dtype), ord, _pair_of(A, dim), keepdim)
-
-
-def _matrix_norm(x: Any, ord: Any, dims: tuple[int, int], keepdim: bool) -> Any:
-    """The norm of matrices: of their largest column or row, or of their singular values."""
-    judged(torch.linalg.matrix_norm, (x, ord, dims), {})
-    if ord in (1, -1, inf, -inf):
-        added, chosen = dims if abs(ord) == 1 else dims[::-1]
-        sums = x.abs().sum(added, keepdim=True)
-        y = sums.amax(chosen, keepdim=True) if ord > 0 else sums.amin(chosen, keepdim=True)
-        return y if keepdim else y.squeeze(dims)
-    values = torch.linalg.svdvals(x.movedim(dims, (-2, -1)))
-    y = values.sum(-1) if ord == "nuc" else values.amax(-1) if ord > 0 else values.amin(-1)
-    return y.unsqueeze(min(dims)).unsqueeze(max(dims)) if keepdim else y
-
-
-def _pair_of(x: Any, dims: Any) -> tuple[int, int]:
-    """Two dims in the order in which they are given; the last two if they are not."""
-    dims_of(x, dims)  # (for torch's error)
-    first, second = (-2, -1) if dims is None else dims
-    return first % x.dim(), second % x.dim()
+    return norm_over(A, 2 if ord in (None, "fro") else ord, dim, keepdim, dtype)
 
 
 @handles("normalize", "functional")
@@ -304,18 +275,6 @@ def _pair_of(x: Any, dims: Any) -> tuple[int, int]:
 def normalize(func: Any, input: Any, p: float | None = 2.0, dim: Any = 1, eps: float = 1e-12) -> Any:
     judged(func, (input, p, dim, eps), {})
     return input / norm_over(input, 2.0 if p is None else p, dim, True).clamp_min(eps)
-
-
-@handles("renorm", "torch Tensor")
-@by_name
-def renorm(func: Any, input: Any, p: Any, dim: int, maxnorm: Any) -> Any:
-    """Slices across a dim that are longer than a number are shortened to it."""
-    judged(func, (input, p, dim, maxnorm), {})
-    others = [one for one in range(input.dim()) if one != dim % input.dim()]
-    wide = torch.float32 if input.dtype in HALVES else None
-    norms = norm_over(input, p, others, True, wide)
-    factors = torch.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1.0)
-    return input * factors.to(input.dtype)
 
 
 @handles("dist", "torch Tensor")

@@ -101,13 +101,13 @@ def batch_labels(x: torch.Tensor, last: int, name: str = "b") -> tuple[Hashable,
     return tuple((name, place) for place in range(x.dim() - last, 0, -1))
 
 
-@handles("matmul mm bmm mv dot inner vdot spmm hspmm __matmul__ vecdot", "torch Tensor linalg")
+@handles("matmul mm bmm mv dot inner vdot spmm __matmul__", "torch Tensor")
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(a: Any, b: Any) -> Any:
         name = getattr(func, "__name__", "matmul")
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
             return func(a, b)
-        if name in ("spmm", "hspmm"):
+        if name == "spmm":
             return run_on(torch.mm, a, b)
         return run_on(_OF_BLOCKS.get(name, func), a, b)
 
@@ -118,9 +118,6 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return contract(operator, [a, b], [(*i, "k"), (*j, "k")], (*i, *j), "inner")
         if operator is torch.inner:
             return a * b
-        if operator is torch.linalg.vecdot:
-            both = max(batch_labels(a, 1), batch_labels(b, 1), key=len)
-            return contract(operator, [a, b], [(*batch_labels(a, 1), "k"), (*batch_labels(b, 1), "k")], both, "vecdot")
         left: tuple[Hashable, ...] = (*batch_labels(a, 2), "i", "k") if a.dim() > 1 else ("k",)
         right: tuple[Hashable, ...] = (*batch_labels(b, 2), "k", "j") if b.dim() > 1 else ("k",)
         both = max(batch_labels(a, 2), batch_labels(b, 2), key=len)
@@ -129,11 +126,7 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _times_sparse(operator, [a, b], [left, right], out)
         return contract(operator, [a, b], [left, right], out, "matmul")
 
-    dim = kwargs.get("dim", -1)
-    factors = [*args, *(value for name, value in kwargs.items() if name != "dim")]
-    if dim != -1 and factors[0].dim() != factors[1].dim():
-        return (factors[0].conj() * factors[1]).sum(dim)
-    return run(*(factors if dim == -1 else [one.movedim(dim, -1) for one in factors]))
+    return run(*args, *kwargs.values())
 
 
 def _is_sparse(x: torch.Tensor) -> bool:
@@ -169,16 +162,7 @@ def _sparse_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return fall_back(func, args, kwargs) if len(args) != 2 or kwargs else matmul(func, args, kwargs)
 
 
-@by_name
-def _sparse_addmm(func: Any, mat: Any, mat1: Any, mat2: Any, *, beta: Any = 1.0, alpha: Any = 1.0) -> Any:
-    """The product and the sum: each has its derivatives, by a sparse factor, too."""
-    product = torch.sparse.mm(mat1, mat2)
-    _check_added(mat, product)
-    return _plus(product if alpha == 1 else product * alpha, mat, beta)
-
-
 TABLE[torch.sparse.mm] = _sparse_mm
-TABLE[torch.sparse.addmm] = _sparse_addmm
 
 
 _OF_BLOCKS: dict[str, Any] = {
@@ -186,8 +170,6 @@ _OF_BLOCKS: dict[str, Any] = {
 } | {
     "_sparse_mm": torch.sparse.mm,
     "__matmul__": torch.matmul,
-    "vecdot": torch.linalg.vecdot,
-    "linalg_vecdot": torch.linalg.vecdot,
 }
 
 
@@ -196,41 +178,20 @@ def rmatmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return torch.matmul(args[1], args[0])
 
 
-@handles("addmm baddbmm addbmm addmv addr", "torch Tensor")
+@handles("addmm baddbmm", "torch Tensor")
 def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    factors = {"mat1": "one", "batch1": "one", "mat2": "other", "batch2": "other"}
+
     def run(input: Any, one: Any, other: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-        name = func.__name__
         if input.dtype is not one.dtype:
             judge_dtypes(func, input, one, other)
-        if name == "addbmm" and _are_plain(one, other):
-            product = torch.bmm(one, other)
-            product = product.sum(0, dtype=product.dtype)
-        elif name == "addbmm":
-            checked(torch.bmm, [one, other], compares=True)
-            product = contract(
-                lambda a, b: torch.einsum("bik,bkj->ij", a, b), [one, other], [("b", "i", "k"), ("b", "k", "j")],
-                ("i", "j"), name,
-            )  # fmt: skip
-        else:
-            if name == "addr":  # (which torch computes element by element)
-                dtype = torch.result_type(torch.empty(1, dtype=torch.promote_types(one.dtype, other.dtype)), input)
-                input, one, other = input.to(dtype), one.to(dtype), other.to(dtype)
-            function: Any = {"addmm": torch.mm, "baddbmm": torch.bmm, "addmv": torch.mv, "addr": torch.outer}[name]
-            product = function(one, other)
-        if name == "addmv":
-            _check_vector(input, one, other)
+        product: Any = torch.mm(one, other) if func.__name__ == "addmm" else torch.bmm(one, other)
         _check_added(input, product)
         if not (product.is_floating_point() or product.is_complex()):
-            if name == "addr" and float in (type(alpha), type(beta)):
-                raise RuntimeError("For integral input tensors, alpha and beta must not be floating point numbers.")
-            kind = bool if product.dtype is torch.bool else int
-            alpha, beta = kind(alpha), kind(beta)
-        if alpha != 1:
-            product = product * alpha
-        return _plus(product, input, beta)
+            alpha, beta = int(alpha), int(beta)
+        return _plus(product if alpha == 1 else product * alpha, input, beta)
 
-    first, second = _FACTORS[func.__name__]
-    return run(*args, **{{first: "one", second: "other"}.get(name, name): value for name, value in kwargs.items()})
+    return run(*args, **{factors.get(name, name): value for name, value in kwargs.items()})
 
 
 def _plus(product: Any, x: Any, beta: Any) -> Any:
@@ -252,25 +213,6 @@ def _check_added(x: Any, product: Any) -> None:
         torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape).expand(product.shape)
 
 
-def _check_vector(x: Any, matrix: Any, vector: Any) -> None:
-    """Check, with torch's texts, what is added to a product of a matrix and a vector. (Of tensors without memory, torch
-    does not.)
-
-    Raises: RuntimeError if it is no vector of the product's length, or number.
-    """
-    rows, columns = matrix.shape
-    if x.dim() > 1:
-        raise RuntimeError(f"vector + matrix @ vector expected, got {x.dim()}, 2, 1")
-    if x.numel() not in (1, rows):
-        raise RuntimeError(f"size mismatch, got input ({x.numel()}), mat ({rows}x{columns}), vec ({len(vector)})")
-
-
-_FACTORS = {
-    "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addbmm": ("batch1", "batch2"),
-    "addmv": ("mat", "vec"), "addr": ("vec1", "vec2"),
-}  # fmt: skip
-
-
 @handles("outer ger", "torch Tensor")
 def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     operands = [*args, *kwargs.values()]
@@ -284,20 +226,9 @@ def bilinear(func: Any, input1: Any, input2: Any, weight: Any, bias: Any = None)
     checked(functional.bilinear, [one for one in (input1, input2, weight, bias) if one is not None], compares=True)
     if bias is not None and bias.dtype is not weight.dtype:
         judge_dtypes(func, input1, input2, weight, bias)
-    if _are_plain(input1, input2, weight):
-        return functional.bilinear(input1, input2, weight) + bias
-    lead = batch_labels(input1, 1)
-    y = contract(
-        _bilinear, [input1, input2, weight],
-        [(*lead, "i"), (*lead, "j"), ("o", "i", "j")], (*lead, "o"), "bilinear",
-    )  # fmt: skip
-    return y if bias is None else y + bias
-
-
-def _bilinear(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    with without_autocast(a.device):  # (torch casts nothing for it)
-        # (one by one: of three, opt_einsum chooses the order by the sizes of this block, if it is installed)
-        return torch.einsum("...oj,...j->...o", torch.einsum("...i,oij->...oj", a, weight), b)
+    with without_autocast(weight.device):  # (torch casts nothing for it)
+        y = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+        return y if bias is None else y + bias
 
 
 @handles("tensordot", "torch")

@@ -151,12 +151,7 @@ def as_strided(func: Any, input: Any, size: Any, stride: Any, storage_offset: in
     return y.permute([places.index(dim) for dim in sorted(places)]).reshape(size)
 
 
-@handles("as_strided_copy", "torch")
-def as_strided_copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return as_strided(torch.as_strided, args, kwargs).clone(memory_format=torch.contiguous_format)
-
-
-@handles("as_strided_ as_strided_scatter", "torch Tensor")
+@handles("as_strided_ as_strided_copy as_strided_scatter", "torch Tensor")
 @wraps(fall_back)
 def _strided_apart(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ["input", *["src"] * (func.__name__ == "as_strided_scatter"), "size", "stride", "storage_offset"]
