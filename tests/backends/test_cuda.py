@@ -395,22 +395,6 @@ def test_padded_averages_in_channels_last():
     assert distdl.run_workers(main, 2) == [True, True]
 
 
-def test_least_squares_by_the_drivers_of_the_device():
-    a = torch.randn(4, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cuda()
-    b = a.sum(-1, keepdim=True).cos()
-    expected = torch.linalg.lstsq(a, b)
-
-    def main():
-        P = distdl.world().reshape(2, 1, 1)
-        found = torch.linalg.lstsq(*(distdl.distribute_tensor(one, P) for one in (a, b)))
-        return all(
-            ours.shape == theirs.shape and torch.allclose(ours.full_tensor(), theirs, rtol=0, atol=1e-12)
-            for ours, theirs in zip(found, expected, strict=True)
-        )
-
-    assert distdl.run_workers(main, 2) == [True, True]
-
-
 def test_adjoints_are_checked_on_the_device():
     def main():
         P = distdl.world().reshape(1, 1, 2, 1)

@@ -153,6 +153,8 @@ def test_what_is_rare_falls_back(function):
 
 integers = torch.arange(30).reshape(5, 6) - 9
 ALGEBRA = {
+    "sum_to_size": lambda x, w: (x.sum_to_size(6), x.sum_to_size((5, 1)), x.sum_to_size([1, 1]), x.sum_to_size(5, 6)),
+    "sum_to_size of more dims": lambda x, w: (x[None] * w[0, :, None, None]).sum_to_size(1, *x.shape[1:]),
     "tril_": lambda x, w: (x.sin().tril_(), x.cos().triu_(diagonal=1), (x[1:3] * 2).tril_(-1)),
     "tril_ of a view": lambda x, w: [x, x[:, :3].tril_(), x.sin()][2],
     "cumsum_": lambda x, w: (x.sin().cumsum_(0), x.cos().cumprod_(dim=1)),
@@ -174,6 +176,7 @@ OF_INTEGERS = {
     ],
     "tril_": lambda x: (x + 1).tril_(),
     "softmin of bytes": lambda x: F.softmin((x + 9).to(torch.uint8), 1, dtype=torch.float64),
+    "sum_to_size": lambda x: (x.int().sum_to_size(()), x.int().amax().sum_to_size(()), x.int().sum_to_size(5, 6)),
 }
 
 
@@ -189,7 +192,6 @@ signs = torch.tensor([1, -1, 1, -1, -1])
 APART = {
     "kron": lambda x, w: (torch.kron(x, w[:2, None]), x[0].kron(x[:2]), torch.kron(x.sum(), x[:2])),
     "block_diag": lambda x, w: torch.block_diag(x, w, x[0], x.sum(), x[:0]),
-    "sum_to_size": lambda x, w: (x.sum_to_size(6), x.sum_to_size((5, 1)), x.sum_to_size([1, 1])),
     "multi_dot": lambda x, w: torch.linalg.multi_dot([x[:, 0], x, w, x[:, :3]]),
     "put": lambda x, w: torch.put(x, torch.tensor([[3, -1], [7, 0]]), w[:4, 0].reshape(2, 2)),
     "put_": lambda x, w: x.put_(index=torch.tensor([4, 5]), source=x[0, :2] * 2).sin(),

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from distdl.globals.adopting import write
 from distdl.globals.functions.applying import one_by_one
-from distdl.globals.functions.judging import judged
+from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.losses import reduction_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded
@@ -46,6 +46,16 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     before = x.clone() if x.requires_grad else x  # (of which a derivative may need the old values)
     y = getattr(torch.Tensor, func.__name__.removesuffix("_"))(before, *args[1:], **kwargs)
     return write_back(x, y, func.__name__)
+
+
+@handles("sum_to_size", "Tensor")
+def sum_to_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The sum over those dims along which a smaller tensor would be expanded: the adjoint of that."""
+    x = args[0]
+    shape = shape_of(func, x, args[1:], kwargs)
+    more = x.dim() - len(shape)
+    dims = [dim for dim in range(x.dim()) if dim < more or shape[dim - more] != x.shape[dim]]
+    return x.sum(dims, keepdim=True).reshape(shape) if dims or not shape else x
 
 
 @handles("linspace logspace", "torch")

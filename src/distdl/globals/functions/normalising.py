@@ -45,6 +45,12 @@ def _normalised(
     return run(ready(context, key, lambda: (op(), layout.partition), name, *known), block, *weights, *running)
 
 
+def _check_running(mean: Any, variance: Any) -> None:
+    for name, one in (("running_mean", mean), ("running_var", variance)):
+        if one is not None and not isinstance(one, torch.Tensor):
+            raise TypeError(f"a normalisation needs {name} to be a tensor or None; got a {type(one).__name__}")
+
+
 def _with_plain(normalise: Callable[..., Any], statistics: Sequence[Any], *rest: Any, updates: bool) -> Any:
     """Normalise by running statistics that are global tensors: every worker computes with the whole of them."""
     whole = [full_tensor(one).detach() if type(one) is GlobalTensor else one for one in statistics]
@@ -111,6 +117,7 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ) -> Any:
         if type(input) is not GlobalTensor or input.dim() < 2:
             return fall_back(func, args, kwargs)
+        _check_running(running_mean, running_var)
         if GlobalTensor in (type(running_mean), type(running_var)):
             rest = weight, bias, training, momentum, eps
             of_input = partial(functional.batch_norm, input)
@@ -168,6 +175,7 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     ) -> Any:
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
+        _check_running(running_mean, running_var)
         if GlobalTensor in (type(running_mean), type(running_var)):
             rest = weight, bias, use_input_stats, momentum, eps
             of_input = partial(functional.instance_norm, input)
