@@ -204,9 +204,9 @@ def test_what_is_no_tensor_is_a_type_error_that_says_so(monkeypatch, noted):
             torch.nn.functional.batch_norm(x, -7, None, training=True)
         with pytest.raises(TypeError, match=r"pad\(\) needs value to be a number; got 'a', a str"):
             torch.nn.functional.pad(x, (0, 1), "constant", "a")
-        with pytest.raises(TypeError, match="needs ceil_mode to be True or False; got None"):
+        with pytest.raises(TypeError, match=r"'ceil_mode' .* must be bool, not NoneType"):
             torch.nn.functional.lp_pool1d(x.unsqueeze(0), 2.0, 1, 1, None)
-        with pytest.raises(RuntimeError, match="adaptive pooling in 1 dims needs an output_size of 1"):
+        with pytest.raises(RuntimeError, match="'output_size' should contain one int"):
             torch.nn.functional.adaptive_avg_pool1d(x.unsqueeze(0), (2, 2))
         assert torch.nn.functional.normalize(x, None).shape == (4, 5)  # (in torch, None is 2)
         with pytest.raises(TypeError, match="must be tuple of ints, not dict"):
