@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,11 +9,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdl.environment.arguments import checks_arguments
-
-
-def is_made_of_others(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a class that says what operators make of it: it has no memory of its own."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 class Footprint(TorchDispatchMode):
@@ -74,7 +68,8 @@ class Footprint(TorchDispatchMode):
                 self._note_all(one)
 
     def _note(self, value: torch.Tensor) -> None:
-        if is_made_of_others(value) or value.is_meta is not self._meta:
+        # (a tensor of a class that says what operators make of it has no memory of its own)
+        if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or value.is_meta is not self._meta:
             return
         try:
             storage = value.untyped_storage()
@@ -96,11 +91,7 @@ class Footprint(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Python functions have been intercepted before; these are operators
         with torch._C.DisableTorchFunctionSubclass():
-            result = self._compute(func, args, kwargs or {})
+            result = func(*args, **(kwargs or {}))
         self._note_all((args, kwargs, result))
         self._look()
         return result
-
-    def _compute(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The results of an operator."""
-        return func(*args, **kwargs)

@@ -24,7 +24,6 @@ from torch.utils import swap_tensors
 from distdl.globals.adopting import why_not
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.models.distribute import distribute
-from distdl.globals.models.remembering import Memory, Remembering
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.table import name_of, writes
 from distdl.globals.tensor import GlobalTensor
@@ -36,6 +35,7 @@ from distdl.transport import Communicator
 from distdl.transport.callsite import Place, current_path, put
 from distdl.transport.communicator import Group, IntArray, Message, Pending
 from distdl.transport.recording import Call, Recording
+from distdl.workers.footprint import Footprint
 
 GRADIENTS = "(gradients of weights)"
 
@@ -119,7 +119,7 @@ _VALUES = (
 """What torch says where meta tensors are asked for values."""
 
 
-def rehearse_sequential(model: torch.nn.Module, inputs: Inputs, backward: bool, known: Memory) -> Rehearsal:
+def rehearse_sequential(model: torch.nn.Module, inputs: Inputs, backward: bool) -> Rehearsal:
     """Run a model on meta tensors, as torch would on one worker.
 
     Where torch cannot (of ``torch.cov``, say, or of ``x.layout.partition``), it runs as that of one worker of ours.
@@ -128,9 +128,9 @@ def rehearse_sequential(model: torch.nn.Module, inputs: Inputs, backward: bool, 
     for path, module in own.named_modules():
         put(module, Place(path))
     try:
-        return _Watch(own, None, known).run([one.to("meta") for one in inputs], backward)
+        return _Watch(own, None).run([one.to("meta") for one in inputs], backward)
     except Exception:  # (which is raised again if it has another reason)
-        return rehearse(model, np.zeros((1,), dtype=int), 1, 0, inputs, backward, known)
+        return rehearse(model, np.zeros((1,), dtype=int), 1, 0, inputs, backward)
 
 
 def rehearse(
@@ -140,7 +140,6 @@ def rehearse(
     me: int,
     inputs: Inputs,
     backward: bool,
-    known: Memory,
     **options: Any,
 ) -> Rehearsal:
     """Run a model as one of many workers.
@@ -148,7 +147,6 @@ def rehearse(
     Args:
         workers: those of the partition, as an array; size: how many there are in the world; me: this one's number.
         inputs: tensors of the global shapes, of which only shape and dtype are read.
-        known: what other rehearsals have found out of torch.
         options: of ``distribute``.
     """
     comm = Imagined(me, size)
@@ -162,7 +160,7 @@ def rehearse(
         layout = context.balanced(workers, x.shape)
         return GlobalTensor._of(torch.empty(layout.local, dtype=x.dtype, device="meta"), layout)
 
-    return _Watch(own, comm, known).run([split(one) for one in inputs], backward)
+    return _Watch(own, comm).run([split(one) for one in inputs], backward)
 
 
 def on_meta(model: torch.nn.Module) -> torch.nn.Module:
@@ -184,9 +182,9 @@ def on_meta(model: torch.nn.Module) -> torch.nn.Module:
 class _Watch(TorchFunctionMode):
     """Takes note of what a model does: which function of which module, what is saved, and what is sent."""
 
-    def __init__(self, model: torch.nn.Module, comm: Imagined | None, known: Memory) -> None:
+    def __init__(self, model: torch.nn.Module, comm: Imagined | None) -> None:
         super().__init__()
-        self._model, self._comm, self._known = model, comm, known
+        self._model, self._comm = model, comm
         self._parts: dict[str, Part] = {}
         self._functions: list[str] = []
         self._marks: list[tuple[int, str]] = [(-1, GRADIENTS)]  # from which number on nodes belong to which path
@@ -203,7 +201,7 @@ class _Watch(TorchFunctionMode):
         if self._comm is not None:
             self._comm.recorder = Recording(self._comm, ended=self._note_call)
         gradients = backward and any(one.requires_grad for one in self._model.parameters())
-        with Remembering(self._known) as footprint, torch.set_grad_enabled(gradients):
+        with Footprint(meta=True) as footprint, torch.set_grad_enabled(gradients):
             held = (*self._model.parameters(), *self._model.buffers())
             footprint.count(*(part for one in held for part in _parts(one)), *blocks)
             with torch.autograd.graph.saved_tensors_hooks(_Saving(self._save), lambda saved: saved):

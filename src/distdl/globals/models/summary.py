@@ -14,7 +14,6 @@ import torch
 from distdl.environment.types import Count, judge
 from distdl.globals.models.copies import Parameters
 from distdl.globals.models.rehearsal import GRADIENTS, Part, Rehearsal, rehearse, rehearse_sequential
-from distdl.globals.models.remembering import Memory
 from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.partition.arguments import Split, checks_arguments
@@ -233,10 +232,9 @@ def summary(
     if worker is None:
         worker = me if me in workers else int(workers.flat[0])
     inputs = _inputs(model, input_shape, dtype)
-    known = Memory()
-    rehearsal = rehearse(model, workers, size, worker, inputs, backward, known, **options)
+    rehearsal = rehearse(model, workers, size, worker, inputs, backward, **options)
     rows = tuple(Row.of(part) for part in rehearsal.parts.values() if part.works)
-    alone = Totals.of(rehearse_sequential(model, inputs, backward, known))
+    alone = Totals.of(rehearse_sequential(model, inputs, backward))
     return Summary(worker, tuple(workers.shape), rows, Totals.of(rehearsal), alone)
 
 
@@ -270,8 +268,7 @@ def suggest(
     grids = list(_factorisations(count, extents))
     if not grids:
         raise ValueError(f"suggest finds no grid of {count} workers for an input of {_dims(extents)}")
-    known = Memory()
-    found = [_tried(model, grid, inputs, backward, known, options) for grid in grids]
+    found = [_tried(model, grid, inputs, backward, options) for grid in grids]
     return Suggestions(sorted(found, key=lambda one: (bool(one.error), one.peak, one.sent, one.grid)))
 
 
@@ -296,14 +293,13 @@ def _tried(
     grid: tuple[int, ...],
     inputs: Sequence[torch.Tensor],
     backward: bool,
-    known: Memory,
     options: dict[str, Any],
 ) -> Suggestion:
     workers = np.arange(prod(grid)).reshape(grid)
     middle = int(workers[tuple(n // 2 for n in grid)])
     try:
         seen = [
-            rehearse(model, workers, workers.size, worker, inputs, backward, known, **options)
+            rehearse(model, workers, workers.size, worker, inputs, backward, **options)
             for worker in sorted({0, middle})
         ]
     except Exception as error:  # whatever the model's code raises on such a grid
