@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -32,7 +31,7 @@ from distdl.tensors.derivatives import KEEPS_TENSORS, next_node
 from distdl.tensors.draws import seed
 from distdl.tensors.memory import parts_of, without_memory
 from distdl.transport import Communicator
-from distdl.transport.callsite import Place, current_path, put
+from distdl.transport.callsite import current_path
 from distdl.transport.communicator import Group, IntArray, Message, Pending
 from distdl.transport.recording import Call, Recording
 from distdl.workers.footprint import Footprint
@@ -64,17 +63,17 @@ class Imagined(Communicator):
 
 
 @dataclass
-class Part:
-    """What one module does by itself, without the modules in it, on one worker.
+class Row:
+    """One module, as one worker sees it; without the modules in it.
 
     Attributes:
-        path: in the model.
-        kind: its class.
-        calls: how often it is called.
-        layout: of its first result, in its last call; None if this is no global tensor.
+        path, kind: where in the model it is, and its class.
+        shape: of its first result in its last call, the global one; None if that is no global tensor.
+        split: over how many workers each dim of the result is split.
+        block: shape of this worker's block of it.
         activations: bytes of tensors that it is the first to save for backward.
         weights: bytes of its parameters and buffers.
-        forward, backward: messages sent, and bytes in them.
+        forward, backward: messages that this worker sends, and the bytes in them.
         moves: for each torch function for which something is sent in forward, how many bytes.
         redistributes: functions whose result lies on another grid of workers than their first argument.
         falls_back: for each torch function that runs on one worker, bytes of the whole tensors that come there.
@@ -82,12 +81,13 @@ class Part:
 
     path: str
     kind: str
-    calls: int = 0
-    layout: KnownLayout | None = None
+    shape: tuple[int, ...] | None = None
+    split: tuple[int, ...] | None = None
+    block: tuple[int, ...] | None = None
     activations: int = 0
     weights: int = 0
-    forward: Counter[str] = field(default_factory=Counter)
-    backward: Counter[str] = field(default_factory=Counter)
+    forward: tuple[int, int] = (0, 0)
+    backward: tuple[int, int] = (0, 0)
     moves: Counter[str] = field(default_factory=Counter)
     redistributes: dict[str, str] = field(default_factory=dict)
     falls_back: Counter[str] = field(default_factory=Counter)
@@ -95,7 +95,15 @@ class Part:
     @property
     def works(self) -> bool:
         """Whether it has done anything by itself."""
-        return bool(self.weights or self.activations or self.moves or self.backward or self.falls_back)
+        return bool(self.weights or self.activations or self.moves or self.backward[0] or self.falls_back)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What moves for which function, where a result lies on another grid than its input, and what falls back."""
+        notes = [f"{name} runs on one worker ({in_bytes(n)}): no op" for name, n in self.falls_back.items()]
+        notes += [f"{name} redistributes {grids}" for name, grids in self.redistributes.items()]
+        known = {*self.falls_back, *self.redistributes}
+        return (*notes, *(f"{name} sends {in_bytes(n)}" for name, n in self.moves.items() if name not in known))
 
 
 @dataclass
@@ -103,11 +111,11 @@ class Rehearsal:
     """What was noted on one worker.
 
     Attributes:
-        parts: the modules, by their paths; behind them the sum of the gradients of weights that all workers have.
+        rows: the modules, and behind them the sum of the gradients of weights that all workers have.
         peak: the most bytes of tensors that the worker holds at once: weights, activations, gradients and messages.
     """
 
-    parts: dict[str, Part]
+    rows: list[Row]
     peak: int
 
 
@@ -117,20 +125,6 @@ _VALUES = (
     "attempted to run this operator with Meta tensors", "unsupported format string passed to",
 )  # fmt: skip
 """What torch says where meta tensors are asked for values."""
-
-
-def rehearse_sequential(model: torch.nn.Module, inputs: Inputs, backward: bool) -> Rehearsal:
-    """Run a model on meta tensors, as torch would on one worker.
-
-    Where torch cannot (of ``torch.cov``, say, or of ``x.layout.partition``), it runs as that of one worker of ours.
-    """
-    own = on_meta(model)
-    for path, module in own.named_modules():
-        put(module, Place(path))
-    try:
-        return _Watch(own, None).run([one.to("meta") for one in inputs], backward)
-    except Exception:  # (which is raised again if it has another reason)
-        return rehearse(model, np.zeros((1,), dtype=int), 1, 0, inputs, backward)
 
 
 def rehearse(
@@ -182,10 +176,10 @@ def on_meta(model: torch.nn.Module) -> torch.nn.Module:
 class _Watch(TorchFunctionMode):
     """Takes note of what a model does: which function of which module, what is saved, and what is sent."""
 
-    def __init__(self, model: torch.nn.Module, comm: Imagined | None) -> None:
+    def __init__(self, model: torch.nn.Module, comm: Imagined) -> None:
         super().__init__()
         self._model, self._comm = model, comm
-        self._parts: dict[str, Part] = {}
+        self._rows: dict[str, Row] = {}
         self._functions: list[str] = []
         self._marks: list[tuple[int, str]] = [(-1, GRADIENTS)]  # from which number on nodes belong to which path
         own = (part for one in (*model.parameters(), *model.buffers()) for part in _parts(one))
@@ -198,8 +192,7 @@ class _Watch(TorchFunctionMode):
         for path, module in self._model.named_modules():
             module.register_forward_hook(self._returns(path))
         blocks = [one._block if type(one) is GlobalTensor else one for one in inputs]
-        if self._comm is not None:
-            self._comm.recorder = Recording(self._comm, ended=self._note_call)
+        self._comm.recorder = Recording(self._comm, ended=self._note_call)
         gradients = backward and any(one.requires_grad for one in self._model.parameters())
         with Footprint(meta=True) as footprint, torch.set_grad_enabled(gradients):
             held = (*self._model.parameters(), *self._model.buffers())
@@ -209,8 +202,8 @@ class _Watch(TorchFunctionMode):
             if gradients:
                 self._backward(y)
         self._weigh()
-        order = [path for path in (*self._kinds, GRADIENTS) if path in self._parts]
-        return Rehearsal({path: self._parts[path] for path in order}, footprint.peak)
+        order = [path for path in (*self._kinds, GRADIENTS) if path in self._rows]
+        return Rehearsal([self._rows[path] for path in order], footprint.peak)
 
     def _forward(self, inputs: Sequence[torch.Tensor]) -> Any:
         try:
@@ -238,18 +231,19 @@ class _Watch(TorchFunctionMode):
 
     # -- what is noted
 
-    def _part(self, path: str) -> Part:
-        found = self._parts.get(path)
+    def _row(self, path: str) -> Row:
+        found = self._rows.get(path)
         if found is None:
-            found = self._parts[path] = Part(path, self._kinds.get(path, ""))
+            found = self._rows[path] = Row(path, self._kinds.get(path, ""))
         return found
 
     def _returns(self, path: str) -> Callable[..., None]:
         def note(module: torch.nn.Module, inputs: Any, result: Any) -> None:
-            part = self._part(path)
-            part.calls += 1
-            split = (one._layout for one in tensors_in(result) if type(one) is GlobalTensor)
-            part.layout = next(split, None)
+            row = self._row(path)
+            row.shape = row.split = row.block = None
+            first = next((one for one in tensors_in(result) if type(one) is GlobalTensor), None)
+            if first is not None:
+                row.shape, row.split, row.block = tuple(first.shape), _grid(first._layout), tuple(first._layout.local)
 
         return note
 
@@ -281,18 +275,18 @@ class _Watch(TorchFunctionMode):
         return y
 
     def _note_function(self, name: str, x: GlobalTensor, y: Any) -> None:
-        part, fallbacks = self._part(current_path()), x._context.fallbacks
+        row, fallbacks = self._row(current_path()), x._context.fallbacks
         for one in fallbacks.values():
-            part.falls_back[one.function] += one.nbytes
+            row.falls_back[one.function] += one.nbytes
         if fallbacks:
             fallbacks.clear()  # (another call at the same place is another one)
             return
         results = y if isinstance(y, (tuple, list)) else [y]
         other = next((one for one in results if type(one) is GlobalTensor), None)
-        if name in part.moves and other is not None:
+        if name in row.moves and other is not None:
             grids = [_grid(one._layout) for one in (x, other)]
             if [n for n in grids[0] if n > 1] != [n for n in grids[1] if n > 1]:
-                part.redistributes[name] = f"{_show(grids[0])} -> {_show(grids[1])}"
+                row.redistributes[name] = f"{_show(grids[0])} -> {_show(grids[1])}"
 
     def _note_call(self, call: Call) -> None:
         messages, nbytes = len(call.sends), sum(nbytes for _, nbytes in call.sends)
@@ -300,20 +294,19 @@ class _Watch(TorchFunctionMode):
             return
         node = torch._C._current_autograd_node()
         if node is None:
-            part = self._part(current_path())
-            part.moves[self._functions[-1] if self._functions else "forward"] += nbytes
-            counted = part.forward
+            row = self._row(current_path())
+            row.moves[self._functions[-1] if self._functions else "forward"] += nbytes
+            row.forward = row.forward[0] + messages, row.forward[1] + nbytes
         else:
             place = bisect_right(self._marks, node._sequence_nr(), key=lambda mark: mark[0]) - 1
-            counted = self._part(self._marks[place][1]).backward
-        counted["messages"] += messages
-        counted["bytes"] += nbytes
+            row = self._row(self._marks[place][1])
+            row.backward = row.backward[0] + messages, row.backward[1] + nbytes
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = (tensor._block if type(tensor) is GlobalTensor else tensor).untyped_storage()
         known = self._saved.get(storage._cdata)
         if storage._cdata not in self._weights and (known is None or known.expired()):
-            self._part(current_path()).activations += storage.nbytes()
+            self._row(current_path()).activations += storage.nbytes()
             self._saved[storage._cdata] = StorageWeakRef(storage)
         return tensor.detach()
 
@@ -323,7 +316,7 @@ class _Watch(TorchFunctionMode):
             for own in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if id(own) not in seen:
                     seen.add(id(own))
-                    self._part(path).weights += sum(one.nbytes for one in _parts(own))
+                    self._row(path).weights += sum(one.nbytes for one in _parts(own))
 
 
 class _Saving:
@@ -372,6 +365,16 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_meta_if_dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.layout is not torch.strided and type(tensor) is not GlobalTensor else _on_meta(tensor)
+
+
+def in_bytes(n: int) -> str:
+    """A number of bytes to three digits."""
+    if not n:
+        return "-"
+    if n < 10000:
+        return f"{n} B"
+    size, unit = next(((n / k, unit) for k, unit in ((2**30, "GiB"), (2**20, "MiB")) if n >= k), (n / 2**10, "KiB"))
+    return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
 
 
 def _grid(layout: KnownLayout) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch
 
 from distdl.environment.types import Count, judge
 from distdl.globals.models.copies import Parameters
-from distdl.globals.models.rehearsal import GRADIENTS, Part, Rehearsal, rehearse, rehearse_sequential
+from distdl.globals.models.rehearsal import GRADIENTS, Rehearsal, Row, in_bytes, rehearse
 from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.partition.arguments import Split, checks_arguments
@@ -25,53 +25,6 @@ _COUNTED = (
     "it does not count the loss, the optimiser's state, what torch's operators use inside, and freed memory that the "
     "process keeps"
 )
-
-
-@dataclass(frozen=True)
-class Row:
-    """One module, as one worker sees it; without the modules in it.
-
-    Attributes:
-        path, kind: where in the model it is, and its class.
-        shape: of its (first) result, the global one; None if that is no global tensor.
-        split: over how many workers each dim of the result is split.
-        block: shape of this worker's block of it.
-        activations: bytes that it is the first to save for backward.
-        weights: bytes of its parameters and buffers.
-        forward, backward: messages that this worker sends, and the bytes in them.
-        notes: what moves for which function, where a result lies on another grid than its input, what falls back.
-    """
-
-    path: str
-    kind: str
-    shape: tuple[int, ...] | None
-    split: tuple[int, ...] | None
-    block: tuple[int, ...] | None
-    activations: int
-    weights: int
-    forward: tuple[int, int]
-    backward: tuple[int, int]
-    notes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, part: Part) -> Row:
-        layout = part.layout
-        notes = [f"{name} runs on one worker ({_bytes(n)}): no op" for name, n in part.falls_back.items()]
-        notes += [f"{name} redistributes {grids}" for name, grids in part.redistributes.items()]
-        known = {*part.falls_back, *part.redistributes}
-        notes += [f"{name} sends {_bytes(n)}" for name, n in part.moves.items() if name not in known]
-        return cls(
-            part.path,
-            part.kind,
-            None if layout is None else tuple(layout.extents),
-            None if layout is None else tuple(layout.partition.workers.shape),
-            None if layout is None else tuple(layout.local),
-            part.activations,
-            part.weights,
-            (part.forward["messages"], part.forward["bytes"]),
-            (part.backward["messages"], part.backward["bytes"]),
-            tuple(notes),
-        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +46,7 @@ class Totals:
 
     @classmethod
     def of(cls, rehearsal: Rehearsal) -> Totals:
-        rows = [Row.of(part) for part in rehearsal.parts.values()]
+        rows = rehearsal.rows
 
         def added(name: str) -> tuple[int, int]:
             return sum(getattr(row, name)[0] for row in rows), sum(getattr(row, name)[1] for row in rows)
@@ -128,7 +81,7 @@ class Summary:
     @property
     def falls_back(self) -> tuple[Row, ...]:
         """The modules that call functions that run on one worker."""
-        return tuple(row for row in self.rows if any("runs on one worker" in note for note in row.notes))
+        return tuple(row for row in self.rows if row.falls_back)
 
     def __str__(self) -> str:
         head = ["module", "output", "split", "block", "activations", "weights", "forward", "backward", ""]
@@ -138,8 +91,8 @@ class Summary:
                 _dims(row.shape),
                 _dims(row.split),
                 _dims(row.block),
-                _bytes(row.activations),
-                _bytes(row.weights),
+                in_bytes(row.activations),
+                in_bytes(row.weights),
                 _sent(row.forward),
                 _sent(row.backward),
                 "; ".join(row.notes),
@@ -147,7 +100,7 @@ class Summary:
             for row in self.rows
         ]
         for name, one in ((f"worker {self.worker}", self.totals), ("sequential", self.sequential)):
-            own = [f"{name}, peak {_bytes(one.peak)}", "", "", "", _bytes(one.activations), _bytes(one.weights)]
+            own = [f"{name}, peak {in_bytes(one.peak)}", "", "", "", in_bytes(one.activations), in_bytes(one.weights)]
             cells.append([*own, _sent(one.forward), _sent(one.backward), ""])
         widths = [max(len(line[place]) for line in (head, *cells)) for place in range(len(head))]
         left = {0, len(head) - 1}
@@ -191,7 +144,7 @@ class Suggestions(tuple[Suggestion, ...]):
                 rows.append(f"{_dims(one.grid):>14} {'-':>10} {'-':>10}  {one.error}")
                 continue
             told = f"  on one worker: {', '.join(one.falls_back)}" if one.falls_back else ""
-            rows.append(f"{_dims(one.grid):>14} {_bytes(one.peak):>10} {_bytes(one.sent):>10}{told}")
+            rows.append(f"{_dims(one.grid):>14} {in_bytes(one.peak):>10} {in_bytes(one.sent):>10}{told}")
         return "\n".join(rows)
 
 
@@ -233,8 +186,8 @@ def summary(
         worker = me if me in workers else int(workers.flat[0])
     inputs = _inputs(model, input_shape, dtype)
     rehearsal = rehearse(model, workers, size, worker, inputs, backward, **options)
-    rows = tuple(Row.of(part) for part in rehearsal.parts.values() if part.works)
-    alone = Totals.of(rehearse_sequential(model, inputs, backward))
+    rows = tuple(row for row in rehearsal.rows if row.works)
+    alone = Totals.of(rehearse(model, np.zeros((1,), dtype=int), 1, 0, inputs, backward))
     return Summary(worker, tuple(workers.shape), rows, Totals.of(rehearsal), alone)
 
 
@@ -305,7 +258,7 @@ def _tried(
     except Exception as error:  # whatever the model's code raises on such a grid
         return Suggestion(grid, 0, 0, error=f"{type(error).__name__}: {error}")
     totals = [Totals.of(one) for one in seen]
-    fallen = dict.fromkeys(name for part in seen[0].parts.values() for name in part.falls_back)
+    fallen = dict.fromkeys(name for row in seen[0].rows for name in row.falls_back)
     return Suggestion(
         grid, max(one.peak for one in totals), max(one.forward[1] + one.backward[1] for one in totals), tuple(fallen)
     )
@@ -345,16 +298,6 @@ def _dims(shape: Sequence[int] | None) -> str:
     return "-" if shape is None else "x".join(map(str, shape)) or "()"
 
 
-def _bytes(n: int) -> str:
-    """A number of bytes to three digits."""
-    if not n:
-        return "-"
-    if n < 10000:
-        return f"{n} B"
-    size, unit = next(((n / k, unit) for k, unit in ((2**30, "GiB"), (2**20, "MiB")) if n >= k), (n / 2**10, "KiB"))
-    return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
-
-
 def _sent(counted: tuple[int, int]) -> str:
     messages, nbytes = counted
-    return f"{messages} of {_bytes(nbytes)}" if messages else "-"
+    return f"{messages} of {in_bytes(nbytes)}" if messages else "-"
