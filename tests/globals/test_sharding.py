@@ -1468,10 +1468,6 @@ class Watched(nn.Module):
         return x
 
 
-class Broken(Exception):
-    """What a backward raises."""
-
-
 def halve(model):
     model.layers[1].weight.data.mul_(0.5)
 
@@ -1481,37 +1477,15 @@ def halve_each(model):
 
 
 @pytest.mark.parametrize("write", [halve, halve_each])
-@pytest.mark.parametrize("breaks", [False, True])
-def test_a_backward_reads_what_is_written_by_data_while_it_runs(write, breaks):
-    """As in torch, which does not count such writes; also behind what has come along, and where a backward failed."""
-
-    def step(model, x):
-        def seen():
-            if not breaks:
-                write(model)
-            elif not failed:
-                raise Broken
-
-        failed = []
-        model.zero_grad()
-        model.seen = seen
-        loss = model(x).square().sum()
-        if breaks:
-            with pytest.raises(Broken):
-                loss.backward(retain_graph=True)
-            failed.append(True)
-            write(model)
-            model.zero_grad()
-        loss.backward()
+def test_what_is_written_by_data_while_a_backward_runs_is_an_error(write):
+    """Torch does not count such writes, and its backward reads what has been written."""
 
     def work():
-        alone, ours = Watched(), sharded(Watched(), (1, 1, 2))
-        for seed in range(2):
-            x = noise(1, 4, 7, seed=seed)
-            step(ours, x)
-            step(alone, x)
-            for (name, mine), theirs in zip(ours.named_parameters(), alone.parameters(), strict=True):
-                assert torch.allclose(mine.grad.full_tensor(), theirs.grad, 1e-12, 1e-12), name
+        ours = sharded(Watched(), (1, 1, 2))
+        ours.seen = lambda: write(ours)
+        loss = ours(noise(1, 4, 7)).square().sum()
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation, or given other data"):
+            loss.backward()
 
     run(work)
 

@@ -119,7 +119,6 @@ def read_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Globa
 def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, value = args
     _check_shape(x, value)
-    note_given(x)
     share_data(x, value)
 
 
@@ -143,6 +142,7 @@ def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
 
     A tensor that has a gradient, or is one, stays where it is: if the cells have to move there, it is a copy, too.
     """
+    note_given(x)
     if type(value) is not GlobalTensor:
         x._block.data = part_of(value, x._layout, "data").detach().clone()
         x._strides, x._offset = (), 0

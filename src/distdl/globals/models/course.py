@@ -45,10 +45,6 @@ class Course:
         self._runs = False
         with torch._C.DisableTorchFunction():
             self._now = list(takewhile(_are_leaves, self._now))
-        self.forget()
-
-    def forget(self) -> None:
-        """Let go what has come along."""
         self._ahead.clear()
 
     def copies(self, gathered: Gathered, joined: bool) -> tuple[torch.Tensor, ...]:
@@ -80,12 +76,12 @@ class Course:
             self._known = []
             return None
         if place not in self._ahead:
-            rest = (self._known[one] for one in range(place + 1, len(self._known)))  # (islice would walk up to there)
-            count = 1 + sum(1 for _ in that_come_along(parameters, (one.parameters for one in rest)))
-            if count < 2:
+            # (by numbers, as islice would walk up to there)
+            steps = that_come_along(self._known[one] for one in range(place, len(self._known)))
+            if len(steps) < 2:
                 return None
-            message = _Message(place, self._known[place : place + count])
-            self._ahead.update(dict.fromkeys(range(place, place + count), message))
+            message = _Message(place, steps)
+            self._ahead.update(dict.fromkeys(range(place, place + len(steps)), message))
         message = self._ahead.pop(place)
         return message if message.holds(place) else None
 
@@ -94,11 +90,10 @@ class _Message:
     """Parameters that have come together as one message. Their gradients go back as one, too: they have one node."""
 
     def __init__(self, first: int, steps: Sequence[_Step]) -> None:
-        lists = [one.parameters for one in steps]
-        self._lists = dict(enumerate(lists, start=first))
+        self._lists = {place: one.parameters for place, one in enumerate(steps, start=first)}
         self._joins = {place for place, one in enumerate(steps, start=first) if one.joins}
         self._states = {place: [state_of(one) for one in some] for place, some in self._lists.items()}
-        self._wholes = dict(enumerate(gather_each(lists), start=first))
+        self._wholes = dict(enumerate(gather_each(steps), start=first))
         self._copies: dict[int, tuple[torch.Tensor, ...]] | None = None
         self._users: list[Gathered] = []  # (the node knows these, and so not the copies, which know the node)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
@@ -167,17 +167,22 @@ _ALONG = 1 << 19
 """Bytes of weights that come along with others, at most, before they are needed."""
 
 
-def that_come_along(
-    first: Sequence[GlobalTensor], others: Iterable[Sequence[GlobalTensor]]
-) -> Iterator[Sequence[GlobalTensor]]:
-    """Of lists of parameters, those at the beginning that are few bytes, and of the dtype and device of the first."""
-    kinds, size = {(one.dtype, one.device) for one in first}, 0
-    for some in others:
-        size += sum(one.numel() * one.element_size() for one in some)
-        kinds |= {(one.dtype, one.device) for one in some}
-        if size > _ALONG or len(kinds) > 1:
-            return
-        yield some
+def that_come_along(steps: Iterable[Any]) -> list[Any]:
+    """The first of several steps, and those right behind it that are few bytes, and of its dtype and device.
+
+    Args:
+        steps: in the order in which they are needed. The ``parameters`` of each are of one dtype and device.
+    """
+    found: list[Any] = []
+    size = 0
+    for step in steps:
+        if found:
+            size += sum(one.numel() * one.element_size() for one in step.parameters)
+            first, one = found[0].parameters[0], step.parameters[0]
+            if size > _ALONG or (one.dtype, one.device) != (first.dtype, first.device):
+                break
+        found.append(step)
+    return found
 
 
 def state_of(parameter: GlobalTensor) -> tuple[int, ...]:
@@ -186,9 +191,9 @@ def state_of(parameter: GlobalTensor) -> tuple[int, ...]:
     return writes_of(parameter._block), data_given(parameter), 0 if memory is None else memory.writes
 
 
-def gather_each(lists: Sequence[Sequence[GlobalTensor]]) -> list[tuple[torch.Tensor, ...]]:
-    """The whole tensors of several lists, as one message."""
-    parameters = [one for some in lists for one in some]
+def gather_each(steps: Sequence[Any]) -> list[tuple[torch.Tensor, ...]]:
+    """The whole tensors of several steps, as one message."""
+    parameters = [one for step in steps for one in step.parameters]
     with torch.no_grad():
         wholes = iter(Gathering.of(parameters).gather([one._block for one in parameters]))
-    return [tuple(islice(wholes, len(some))) for some in lists]
+    return [tuple(islice(wholes, len(step.parameters))) for step in steps]

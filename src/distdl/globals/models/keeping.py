@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, tee
 from typing import Any, NamedTuple
 
 import torch
 
 from distdl.globals.models.gathering import Gather, Gathering, gather_each, state_of, that_come_along
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import data_given
 
 
 class Gathered:
@@ -26,12 +24,9 @@ class Gathered:
 
     def __init__(self, gathering: Gathering, parameters: list[GlobalTensor], keep: Keep) -> None:
         self.gathering, self.parameters, self._keep = gathering, parameters, keep
-        self._blocks = [one._block for one in parameters]
-        self._versions = [one._version for one in self._blocks]
-        self._given = [data_given(one) for one in parameters]
+        self._states = [state_of(one) for one in parameters]
         self._wholes: tuple[torch.Tensor, ...] | None = None
         self.ready: tuple[torch.Tensor, ...] | None = None
-        self._states: list[tuple[int, ...]] = []  # when they came along
         self.recorded = False
         self.before: Sequence[Gathered] = ()
         self.first = 0
@@ -59,10 +54,6 @@ class Gathered:
             self._keep.held.pop(one.untyped_storage()._cdata, None)
         self._wholes, self.ready = None, None
 
-    def bring(self, wholes: tuple[torch.Tensor, ...]) -> None:
-        """Keep the whole tensors, which have come along in a backward, until it needs them."""
-        self.ready, self._states = wholes, [state_of(one) for one in self.parameters]
-
     def is_there(self) -> bool:
         """Whether the whole tensors are there, or have come along."""
         return self._wholes is not None or self.ready is not None
@@ -73,8 +64,7 @@ class Gathered:
 
     def is_outdated(self) -> bool:
         """Whether parameters have been written, or given other data, since."""
-        given = [data_given(one) for one in self.parameters]
-        return given != self._given or [one._version for one in self._blocks] != self._versions
+        return [state_of(one) for one in self.parameters] != self._states
 
     def wholes(self) -> tuple[torch.Tensor, ...]:
         """The whole tensors; they come together if they have gone.
@@ -87,12 +77,10 @@ class Gathered:
                     "a weight that backward needs has been modified by an inplace operation, or given other data "
                     "(p.data = ...), since the forward; call backward before, as before optimizer.step()"
                 )
-            ready, self.ready = self.ready, None
-            holds = [state_of(one) for one in self.parameters] == self._states
-            with torch.no_grad():  # (a write by ``data`` is no error: backward reads what they are by then)
-                if ready is None or not holds:
-                    ready = self.gathering.gather([one._block for one in self.parameters])
-                self._wholes = ready
+            self._wholes, self.ready = self.ready, None
+            if self._wholes is None:
+                with torch.no_grad():
+                    self._wholes = self.gathering.gather([one._block for one in self.parameters])
         return self._wholes
 
 
@@ -110,16 +98,11 @@ def come_along(gathered: Sequence[Gathered]) -> list[Gathered]:
 
     if not any(one.is_to_come() for one in gathered):
         return []
-    first, rest = next(to_come(), None), islice(to_come(), 1, None)
-    if first is None:
-        return []
-    others, known = tee(rest)
-    along = that_come_along(first.parameters, (one.parameters for one in known))
-    each = [first, *(one for one, _ in zip(others, along, strict=False))]
+    each = that_come_along(to_come())
     if len(each) < 2:
         return []
-    for one, wholes in zip(each, gather_each([one.parameters for one in each]), strict=True):
-        one.bring(wholes)
+    for one, wholes in zip(each, gather_each(each), strict=True):
+        one.ready = wholes
     return each
 
 

@@ -130,9 +130,8 @@ class Shares:
                 listed = [one for one in owner.values() if type(one) is GlobalTensor and frame.is_outdated(one, graph)]
                 wanted = [one for one in listed if (one.dtype, one.device, one.requires_grad) == alike]
             for one, copy in zip(wanted, self._gather(owner, wanted, frame), strict=True):
-                frame.copies[id(one), graph] = copy
-                frame.states[id(one), graph] = _lies(copy)
-        return frame.copies[id(parameter), graph]
+                frame.copies[id(one), graph] = copy, _lies(copy)
+        return frame.copies[id(parameter), graph][0]
 
     def settled(self, value: Any) -> Any:
         return value
@@ -172,24 +171,23 @@ class _Frame:
 
     Attributes:
         hooks: that keep what was saved for backward where it began.
-        copies: what it has gathered, by the id of the parameter and whether with a graph.
-        states: where each of them lay, and how often it and its share had been written, when it was gathered.
+        copies: what it has gathered, by the id of the parameter and whether with a graph; and where it lay then, and
+            how often it and its share had been written.
         gathered: those that autograd is not to keep.
         first: a number before those of the autograd nodes that read what was gathered; 0 if nothing was.
     """
 
     def __init__(self, module: torch.nn.Module, hooks: Any) -> None:
         self.module, self.hooks = module, hooks
-        self.copies: dict[tuple[int, bool], torch.Tensor] = {}
-        self.states: dict[tuple[int, bool], tuple[int, ...]] = {}
+        self.copies: dict[tuple[int, bool], tuple[torch.Tensor, tuple[int, ...]]] = {}
         self.gathered: list[Gathered] = []
         self.first = 0
 
     def is_outdated(self, parameter: GlobalTensor, graph: bool) -> bool:
         """Whether a parameter has to be gathered: it was not, or it has been frozen or trained since."""
-        copy = self.copies.get((id(parameter), graph))
-        if copy is None:
+        if (id(parameter), graph) not in self.copies:
             return True
+        copy, _ = self.copies[id(parameter), graph]
         return torch.is_grad_enabled() and plain_of(copy).requires_grad is not parameter.requires_grad
 
     def check_unwritten(self) -> None:
@@ -199,8 +197,8 @@ class _Frame:
 
         Raises: RuntimeError.
         """
-        for key, copy in self.copies.items():
-            if _lies(copy) == self.states[key]:
+        for copy, before in self.copies.values():
+            if _lies(copy) == before:
                 continue
             if not isinstance(self.module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
                 raise RuntimeError(WRITTEN.format(f"{type(self.module).__name__}.forward has written"))
