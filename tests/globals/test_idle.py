@@ -29,7 +29,7 @@ def told(work, workers):
 
 
 @pytest.mark.parametrize(("shape", "grid", "text"), SPLITS.values(), ids=SPLITS)
-def test_the_warning_names_the_axis_and_a_split_that_gives_each_worker_some(shape, grid, text):
+def test_the_warning_names_the_axis(shape, grid, text):
     workers = torch.Size(grid).numel()
 
     def work():
@@ -37,14 +37,7 @@ def test_the_warning_names_the_axis_and_a_split_that_gives_each_worker_some(shap
         distdl.distribute_tensor(noise(*shape), grid)
 
     (found,) = told(work, workers)
-    assert re.search(text, found)
-    (cure,) = re.findall(r"distdl\.world\(\)\.reshape\(([\d, ]+)\)", found)
-
-    def as_told():
-        x = distdl.distribute_tensor(noise(*shape), [int(n) for n in cure.split(",")])
-        assert not x.layout.empty
-
-    assert told(as_told, workers) == []
+    assert re.search(text, found) and "distdl.suggest(model, workers, shape) ranks" in found
 
 
 def test_the_warning_stands_at_the_line_of_the_user():
@@ -55,9 +48,9 @@ def test_the_warning_stands_at_the_line_of_the_user():
 
 def test_a_partition_of_some_workers():
     (found,) = told(lambda: distdl.distribute_tensor(noise(1, 8), distdl.world()[1:].reshape(2, 1)), 3)
-    assert "P.reshape(1, 2) gives each worker some" in found
+    assert "leaves 1 of 2" in found
     (found,) = told(lambda: distdl.distribute_tensor(noise(3, 3), (7, 1)), 7)
-    assert "leaves 4 of 7" in found and "Take fewer workers" in found
+    assert "leaves 4 of 7" in found and "take fewer workers" in found
     (found,) = told(lambda: distdl.distribute_tensor(noise(1, 8), (1, 2, 1), axes=(1, 2)), 2)
     assert "dim 0 has extent 1 for the 2 workers of axis 1. axes=(None, 2) leaves this dim whole" in found
 
@@ -83,7 +76,7 @@ def test_what_no_one_wonders_about():
 
 def test_a_plain_input_of_a_model():
     (found,) = told(lambda: distdl.distribute(torch.nn.ReLU(), (4, 1))(noise(2, 8)), 4)
-    assert "a distributed model leaves 2 of 4" in found and "reshape(2, 2)" in found
+    assert "a distributed model leaves 2 of 4" in found and "dim 0 has extent 2 for the 4 workers" in found
 
 
 def test_the_last_batch_of_a_loader():

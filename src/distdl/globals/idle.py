@@ -35,35 +35,14 @@ def warn_of_idle(name: str, layout: KnownLayout, axes: Sequence[int | None] | No
     listed = ", ".join(
         f"dim {dim} has extent {extents[dim]} for the {places[dim]} workers of axis {along[dim]}" for dim in short
     )
-    fitting = _fitting(extents, places)
-    if axes is not None:
+    if axes is None:
+        cure = "Split longer dims, or take fewer workers: distdl.suggest(model, workers, shape) ranks splits"
+    else:
         kept = tuple(None if dim in short else axis for dim, axis in enumerate(axes))
         cure = f"axes={kept} leaves {'these dims' if len(short) > 1 else 'this dim'} whole"
-    elif fitting is None:
-        cure = "Take fewer workers"
-    else:
-        world = "distdl.world()" if workers == context.comm.size else "P"
-        cure = f"{world}.reshape({', '.join(map(str, fitting))}) gives each worker some"
     _, level = users_call()
     warnings.warn(
         f"{name} leaves {workers - busy} of {workers} workers without a cell of a tensor of {dims(extents)}: {listed}. "
         f"{cure}{also if 0 in short else ''}",
         stacklevel=level,
     )
-
-
-def _fitting(extents: Sequence[int], places: Sequence[int]) -> list[int] | None:
-    """Over how many workers each dim can be split instead, as many in all; None if the search finds nothing.
-
-    A dim keeps as many of its workers as divide evenly, and the others go to the dims with the longest blocks.
-    """
-    found = [max(k for k in range(1, min(n, p) + 1) if p % k == 0) for n, p in zip(extents, places, strict=True)]
-    left = prod(places) // prod(found)
-    while left > 1:
-        factor = min(k for k in range(2, left + 1) if left % k == 0)
-        able = [dim for dim, n in enumerate(extents) if found[dim] * factor <= n]
-        if not able:
-            return None
-        found[max(able, key=lambda dim: extents[dim] / found[dim])] *= factor
-        left //= factor
-    return found
