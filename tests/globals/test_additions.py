@@ -135,12 +135,17 @@ def test_what_stays_as_it_was_is_not_compared(monkeypatch):
         torch.func.functional_call(model, dict(model.named_parameters()), (x,))
         model.norm.running_mean.zero_()
         model.last = model.last
-        for one in (model, copied, model):
-            one(x)
+        for _ in range(2):
+            model(x)
         assert threading.get_ident() not in compared
+        copied(x)  # (nobody knows of a copy whether it was made alike)
+        assert compared.count(threading.get_ident()) == 1
+        for one in (copied, model):
+            one(x)
+        assert compared.count(threading.get_ident()) == 1
         model.last = copied.last
         model(x)
-        assert threading.get_ident() in compared
+        assert compared.count(threading.get_ident()) == 2
 
     where = sys.modules["distdl.globals.models.distribute"]
     monkeypatch.setattr(where, "make_equal", lambda *given, **_: None if len(given) < 3 else count(*given))

@@ -107,19 +107,6 @@ class Additions:
         self.open = False
         self._begun = WeakIdKeyDictionary()
 
-    def copied(self, memo: dict[int, Any]) -> Additions:
-        """Those of a copied model: what is equal has equal copies."""
-        made = Additions()
-        made.open = self.open
-        for one in self._equal:
-            if id(one) in memo:
-                made._equal[memo[id(one)]] = True
-        for one, writes in self._begun.items():
-            if id(one) in memo:
-                copy = memo[id(one)]
-                made._begun[copy] = writes_of(copy) - (writes_of(one) != writes)
-        return made
-
 
 class Parameters(dict[str, Any]):
     """The parameters of one module. Who looks one up by its name while the forward runs gets a copy that has entered.

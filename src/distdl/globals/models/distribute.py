@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from copy import deepcopy
-from inspect import signature
+from inspect import Signature, signature
+from types import MethodType
 from typing import Any
 
 import torch
@@ -172,18 +173,17 @@ class Forward:
         # (some models choose between forwards by such an attribute)
         self._own: Callable[..., Any] | None = module.__dict__.get("forward")
         self._checked = 0  # in how many forwards plain inputs have been compared
-        with suppress(ValueError, TypeError):  # (what is no function of Python has none)
-            # (libraries ask which arguments a model takes, and leave out the others)
-            self.__signature__ = signature(module.forward)
+
+    @property
+    def __signature__(self) -> Signature:
+        """Libraries ask which arguments a model takes, and leave out the others."""
+        return signature(self._own or MethodType(type(self.module).forward, self.module))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
-        """That of a copied model."""
+        """That of a copied model, whose weights are looked at before its first forward."""
         made = memo[id(self)] = Forward.__new__(Forward)
-        shared = {name: value for name, value in self.__dict__.items() if name == "__signature__"}
-        made.__dict__.update(
-            shared | deepcopy({name: v for name, v in self.__dict__.items() if name not in shared}, memo)
-        )
-        made.copies.additions = self.copies.additions.copied(memo)
+        made.__dict__.update(deepcopy(self.__dict__, memo))
+        made.copies.additions.open = True
         Context.of(made.P.comm).models.add(made.module)
         return made
 
