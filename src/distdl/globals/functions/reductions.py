@@ -15,6 +15,7 @@ import torch
 from distdl.exchange import Operator
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.judging import judge_dtype
+from distdl.globals.functions.regrouping import place
 from distdl.globals.operands import block_of, derivatives_of, entire, moved_block
 from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
@@ -69,11 +70,6 @@ def without_dims(x: GlobalTensor, dims: Sequence[int]) -> GlobalTensor:
 
     target = context.keep(("without", layout, tuple(dims)), make)
     return GlobalTensor._of(block_of(x).reshape(target.local), target)
-
-
-def place(layout: KnownLayout, dim: int) -> int:
-    """The place of the one cell along a dim of extent 1."""
-    return next(at for at, (start, stop) in enumerate(layout.intervals[dim]) if stop > start)
 
 
 def summed(block: torch.Tensor, layout: KnownLayout, dims: Sequence[int], name: str) -> GlobalTensor:

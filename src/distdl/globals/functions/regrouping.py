@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from distdl.geometry.boxes import Intervals, Shape, balanced
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.functions.reductions import place
 from distdl.globals.functions.spreading import SPACIOUS, Spread
 
 
@@ -32,6 +31,11 @@ class _Fit(NamedTuple):
 
     before: list[Intervals]
     after: list[Intervals]
+
+
+def place(layout: KnownLayout, dim: int) -> int:
+    """The place of the one cell along a dim of extent 1."""
+    return next(at for at, (start, stop) in enumerate(layout.intervals[dim]) if stop > start)
 
 
 def plan_reshape(layout: KnownLayout, shape: Shape) -> Reshape:
