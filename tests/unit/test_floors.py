@@ -23,7 +23,7 @@ TOP = {"", "testing", "__main__"}
 # they import a back-end when a world of its kind is opened; methods that are functions of files that need the class;
 # torch.distributed.checkpoint, a second of imports, when something is converted
 LAZY = {
-    "workers.worlds": "backends.", "backends.mpi": "backends.", "globals.tensor": "globals.",
+    "workers.worlds": "backends.", "backends.mpi": "backends.",
     "checkpoint.converting": "checkpoint.dcp",
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ from distdl.globals.idle import warn_of_idle
 from distdl.globals.lineage import ours_before
 from distdl.globals.operands import block_of, moved, moved_block, own_box
 from distdl.globals.replicas import Replica, plain_of
+from distdl.globals.table import METHODS
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition, Layout, Partition, dims
 from distdl.partition.arguments import Split, check_split
@@ -370,3 +371,6 @@ class _Cut(Function):
     def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
         dy: torch.Tensor = _Whole.apply(dx, ctx.layout)
         return dy, None
+
+
+METHODS.update(from_local=from_local, full_tensor=full_tensor, redistribute=redistribute)

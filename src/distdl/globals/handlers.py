@@ -1,7 +1,8 @@
-"""All families of functions: to import them fills the table from torch functions to handlers."""
+"""All families of functions: to import them fills the table from torch functions to handlers, and that of methods."""
 
 # ruff: noqa: F401  (nobody names them)
 
+from distdl.globals import entry, modules, strides
 from distdl.globals.functions import (
     attention,
     attributes,

@@ -14,6 +14,7 @@ from distdl.globals.block import check_unmixed
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.operands import part_of
 from distdl.globals.running import on_blocks
+from distdl.globals.table import METHODS
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
 from distdl.partition.groups import IntArray
@@ -122,3 +123,6 @@ def _result(context: Context, module: Any, shapes: list[Any]) -> KnownLayout:
     else:
         workers = _with_dims(P, rank) if isinstance(module, _OF_ROWS) else P.workers
     return context.tiled(workers, shapes, "the result")
+
+
+METHODS["call_module"] = call_module

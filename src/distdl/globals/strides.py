@@ -17,6 +17,7 @@ import torch
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.replicas import plain_of
+from distdl.globals.table import METHODS
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_view
 from distdl.tensors.modes import uncounted
@@ -169,3 +170,5 @@ def strides_if(whole: torch.Tensor) -> Shape:
 _CONTIGUOUS = frozenset(
     ["log_sigmoid", "mvlgamma", "special_multigammaln", "masked_fill"]
 )  # (that make no tensor like x)
+
+METHODS["whole_view"] = whole_view

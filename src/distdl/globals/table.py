@@ -19,6 +19,9 @@ TABLE: dict[Any, Handler] = {}
 REPLICATED: dict[Any, Handler] = {}
 """The same for tensors that every worker has whole; others are torch's."""
 
+METHODS: dict[str, Callable[..., Any]] = {}
+"""Methods of global tensors, by name. The files that know how tensors move, and how modules take them, enter theirs."""
+
 OPERATOR = "operator"
 """The key there of what is done about operators that users have made."""
 

@@ -16,7 +16,7 @@ from distdl.globals.failed import depends_on_values, meet_in
 from distdl.globals.lineage import note_local
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.replicas import Replica, complex_part, without_gradients
-from distdl.globals.table import TABLE, check_is_tensor, name_of
+from distdl.globals.table import METHODS, TABLE, check_is_tensor, name_of
 from distdl.globals.wrappers import check_unwrapped
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Layout
@@ -154,9 +154,7 @@ class GlobalTensor(torch.Tensor):
             with recorded():
                 return cls._of(func(args[0]._block, *args[1:], **(kwargs or {})), args[0]._layout)
         if func is torch.ops.aten.set_.source_Tensor and type(args[0]) is cls:  # as parametrisations do
-            from distdl.globals.functions.attributes import set_to
-
-            return set_to(*args)
+            return TABLE[func](func, args, kwargs or {})
         if (
             func is torch.ops.aten._local_scalar_dense.default
         ):  # a number is asked for, as by torch.full((2, 3), x.max())
@@ -251,9 +249,8 @@ class GlobalTensor(torch.Tensor):
         Returns: the tensor; differentiable with respect to the block.
         Raises: ValueError, the same on every worker, if blocks form no grid or differ in dtype, rank or kind of device.
         """
-        from distdl.globals.entry import from_local
-
-        return from_local(block, P, axes)
+        made: GlobalTensor = METHODS["from_local"](block, P, axes)
+        return made
 
     def to_local(self) -> torch.Tensor:
         """This worker's block, a plain tensor; without cells on a worker that has none. Differentiable.
@@ -272,9 +269,8 @@ class GlobalTensor(torch.Tensor):
             on: the worker that gets it; the others get a tensor without cells. If not given, every worker gets it, and
                 what follows is taken to be the same on every worker: gradients are not added up over workers.
         """
-        from distdl.globals.entry import full_tensor
-
-        return full_tensor(self, on)
+        whole: torch.Tensor = METHODS["full_tensor"](self, on)
+        return whole
 
     def redistribute(self, to: Split | Layout, axes: Sequence[int | None] | None = None) -> GlobalTensor:
         """The same tensor, split over another partition as evenly as possible, or in a given layout. Differentiable.
@@ -284,16 +280,13 @@ class GlobalTensor(torch.Tensor):
             axes: for each dim, the axis of the partition along which it is split (see
                 :func:`distdl.distribute_tensor`).
         """
-        from distdl.globals.entry import redistribute
-
-        return redistribute(self, to, axes)
+        moved: GlobalTensor = METHODS["redistribute"](self, to, axes)
+        return moved
 
     @staticmethod
     def _call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module of ``distdl.nn`` does with arguments of which one is global."""
-        from distdl.globals.modules import call_module
-
-        return call_module(module, call, args, kwargs)
+        return METHODS["call_module"](module, call, args, kwargs)
 
     def as_subclass(self, cls: Any) -> Any:
         """Itself as a ``torch.Tensor``: libraries shed the class of their own so.
@@ -308,10 +301,9 @@ class GlobalTensor(torch.Tensor):
         )
 
     def __copy__(self) -> GlobalTensor:
-        from distdl.globals.strides import whole_view
-
         check_usable(self)
-        return whole_view(self, self._block.detach().requires_grad_(self._block.requires_grad))
+        view: GlobalTensor = METHODS["whole_view"](self, self._block.detach().requires_grad_(self._block.requires_grad))
+        return view
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -162,17 +162,22 @@ def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
         lies_with(x, value)
 
 
-def set_to(x: GlobalTensor, value: torch.Tensor) -> GlobalTensor:
+def set_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     """``x.set_(value)``: the same, but that torch counts it as a write of x, so what it was is no more there.
 
     Raises: TypeError if x stays where it is, and the value has another shape.
     """
+    x: GlobalTensor = args[0]
+    value = args[1]
     if type(value) is not GlobalTensor or _stays(x):
         _check_shape(x, value)
     if not x._block.is_inference():
         torch.autograd.graph.increment_version(x._block)
     share_data(x, value)
     return x
+
+
+TABLE[torch.ops.aten.set_.source_Tensor] = set_to
 
 
 _data: Any = torch.Tensor.data
