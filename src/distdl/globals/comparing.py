@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from distdl.globals.checksums import Sample, bits_of, bytes_of, digest, rounding_of, wide
+from distdl.globals.checksums import Sample, Samples, bits_of, bytes_of, digest, rounding_of, wide
 from distdl.globals.context import Context
 from distdl.partition.sharing import gather_values
 from distdl.tensors.modes import unobserved
@@ -68,7 +68,7 @@ class Look:
         """Of a checksum, one number for each: every message of the backward carries the same. None for zeros."""
         if self._turn is None:
             return None
-        self._samples = self._context.samples.take()
+        self._samples = self._context.own(Samples).take()
         if self._one is None and not self._samples[0]:
             return None
         with unobserved():

@@ -12,12 +12,9 @@ from weakref import WeakSet, WeakValueDictionary
 import numpy as np
 import torch
 
-from distdl import environment
 from distdl.environment.arguments import known
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Box, Intervals, Shape, balanced, shape
-from distdl.globals import debug
-from distdl.globals.checksums import Samples
 from distdl.nn.placement import distributed_models
 from distdl.ops import Site
 from distdl.partition import CartesianPartition, Layout, Partition
@@ -49,6 +46,9 @@ class _Worlds(threading.local):
 
 
 worlds = _Worlds()
+
+opened: list[Callable[[Communicator], None]] = []
+"""What is called with the communicator of each world that gets its first global tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,6 @@ class Context:
         me: this worker.
         draws: the random calls.
         draws_plain: whether any of them was one of plain tensors.
-        samples: of plain tensors that stood beside global ones.
         models: those that are distributed over it and still there (workers may be threads, and models change threads).
         arguments: plain tensors that users' autograd functions which run now were given, and may write.
         under_way: sums of gradients that have begun, and that nobody has waited for yet, by their ways and backwards.
@@ -158,7 +157,7 @@ class Context:
         self.warned: set[Any] = set()
         self.draws = Draws()
         self.draws_plain = False
-        self.samples = Samples()
+        self._own: dict[type, Any] = {}
         self.models = distributed_models(comm)
         self.arguments: tuple[torch.Tensor, ...] = ()
         self.under_way: dict[Any, Any] = {}
@@ -172,13 +171,20 @@ class Context:
             if not comm.imagined:
                 worlds.count += 1
                 worlds.contexts.add(found)
-            if environment.debug():
-                debug.watch(comm)
+            for act in opened:
+                act(comm)
         return found
 
     def has(self, P: Partition) -> bool:
         """Whether a partition is of this world, or of one that this one stands for in a rehearsal."""
         return self.comm.imagined or Context.of(P.comm) is self
+
+    def own(self, kind: type[T]) -> T:
+        """The one object of a class that is kept for this world, made at first use."""
+        found: T | None = self._own.get(kind)
+        if found is None:
+            found = self._own[kind] = kind()
+        return found
 
     @property
     def stands_for_torch(self) -> bool:

@@ -17,8 +17,10 @@ from zlib import crc32
 
 import torch
 
+from distdl import environment
 from distdl.exchange import watching
 from distdl.globals.checksums import checksum
+from distdl.globals.context import opened
 from distdl.globals.nested import tensors_in
 from distdl.globals.table import name_of
 from distdl.partition import Layout, dims
@@ -60,6 +62,14 @@ def watch(comm: Communicator) -> None:
     on = True
     watching.describe_by(_described_here, _past)
     watching.watch(comm)
+
+
+def _watch_if_asked(comm: Communicator) -> None:
+    if environment.debug():
+        watch(comm)
+
+
+opened.append(_watch_if_asked)
 
 
 def noted(handler: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

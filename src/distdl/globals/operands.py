@@ -9,6 +9,7 @@ import torch
 
 from distdl.exchange.nodes import move_all
 from distdl.geometry.boxes import slices
+from distdl.globals.checksums import Samples
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.replicas import entered, plain_of
 from distdl.globals.running import is_running
@@ -131,7 +132,7 @@ def number(one: torch.Tensor) -> Any:
 def sample(plain: torch.Tensor, context: Context) -> None:
     """Keep some values of a plain tensor, outside of models. Every worker calls it, also one that takes no cell."""
     if not is_running():
-        context.samples.keep(plain)
+        context.own(Samples).keep(plain)
 
 
 def check_dense(plain: torch.Tensor) -> None:

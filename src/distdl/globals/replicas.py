@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 
 from distdl.globals import debug
 from distdl.globals.block import WHOLE, Block, check_unmixed, mark, raw_of, unblocked
+from distdl.globals.checksums import Samples
 from distdl.globals.comparing import Look, Turn
 from distdl.globals.context import Context, other_world
 from distdl.globals.entering import enter
@@ -268,7 +269,7 @@ def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torc
     if not strict:
         return enter(context, [tensor])[0]
     if type(tensor) is torch.nn.Parameter:
-        context.samples.keep(tensor)
+        context.own(Samples).keep(tensor)
     return enter(context, [tensor], Look(context, context.keep_told(Turn, Turn)))[0]
 
 
