@@ -12,8 +12,8 @@ import torch
 import torch.nn.attention.flex_attention  # (whose op is entered behind its import)
 from torch.overrides import get_overridable_functions
 
-from distdl.globals.fallback import fall_back
-from distdl.globals.table import TABLE
+from distdl.globals.rules.fallback import fall_back
+from distdl.globals.tensor.table import TABLE
 
 HEAD = """# What is native, what falls back
 

@@ -12,9 +12,8 @@ from distdl.globals import (
     local_map,
     optimizer_state_dict,
     register,
-    suggest,
-    summary,
 )
+from distdl.globals.summary import suggest, summary
 from distdl.nn.checking import check
 from distdl.partition import CartesianPartition, Partition
 from distdl.transport.communicator import CommunicationError

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import distdl
-from distdl.globals.models.equality import make_equal
+from distdl.globals.consistency.equality import make_equal
 
 
 def _drawn(model, seed):

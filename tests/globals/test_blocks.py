@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl import GlobalTensor
-from distdl.globals.block import Block
+from distdl.globals.tensor.block import Block
 
 x35 = noise(3, 5)
 

@@ -9,8 +9,9 @@ from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 
 import distdl
-from distdl.globals.functions import applying, casting
-from distdl.globals.table import TABLE, name_of
+from distdl.globals.functions import casting
+from distdl.globals.rules import applying
+from distdl.globals.tensor.table import TABLE, name_of
 
 HALVES = [torch.bfloat16, torch.float16]
 square, image, volume = noise(4, 4), noise(2, 3, 5, 4), noise(2, 2, 4, 5, 3)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.globals.table import TABLE
+from distdl.globals.tensor.table import TABLE
 
 x4, x3, x2 = noise(3, 5, 7, 6), noise(3, 5, 7), noise(5, 6)
 PLACES = torch.tensor([0.0, 1.0, 1.5, 3.0, 3.25, 5.0, 8.0], dtype=torch.float64)

@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distdl
-from distdl.globals.higher_order.flex.attention import torchs_flex_attention
-from distdl.globals.table import composite
+from distdl.globals.extras.flex.attention import torchs_flex_attention
+from distdl.globals.tensor.table import composite
 from distdl.testing import Counting
 from distdl.transport.recording import Recording
 
@@ -485,7 +485,7 @@ for again in range(2):
     for name in [name for name in sys.modules if name.partition(".")[0] == "distdl"]:
         del sys.modules[name]
     import distdl
-    importlib.reload(sys.modules["distdl.globals.higher_order.flex.lending"]).install()
+    importlib.reload(sys.modules["distdl.globals.extras.flex.lending"]).install()
     mask = flex.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 3, 3, device="cpu")
     assert flex.flex_attention(q, q, q, block_mask=mask).sum() == 6
 assert before == arguments()

@@ -7,8 +7,8 @@ from same import noise
 from torch.nn import functional as F
 
 from distdl.globals.functions import resizing
-from distdl.globals.functions.judging import judged
-from distdl.globals.functions.work import checked
+from distdl.globals.rules.judging import judged
+from distdl.globals.rules.work import checked
 
 
 def _asked(ask, sizes):

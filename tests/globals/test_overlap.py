@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl.backends.threaded.communicator import ThreadCommunicator
-from distdl.globals import entering
-from distdl.globals.context import Context
+from distdl.globals.layouts.context import Context
 from distdl.globals.models import copies
+from distdl.globals.tensor import entering
 from distdl.transport.recording import Recording
 
 WEIGHTS = "gradients of replicated tensors"

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import distdl
 from distdl import GlobalTensor
-from distdl.globals.context import Context
-from distdl.globals.lineage import _SEEN, check_origin
+from distdl.globals.layouts.context import Context
+from distdl.globals.tensor.lineage import _SEEN, check_origin
 
 x35 = noise(3, 5)
 

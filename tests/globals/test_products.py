@@ -70,7 +70,7 @@ def test_more_factors():
 
 
 APART = {
-    "addmv": lambda a, b: torch.addmv(b[0], b.mT[:4] @ a, a[0], beta=0.5, alpha=2),
+    "addmv": lambda a, b: torch.addmv(b[0, :4], b.mT[:4] @ a, a[0], beta=0.5, alpha=2),
     "addr": lambda a, b: torch.addr(a, vec1=b[0, :5], vec2=a[1], beta=0),
     "addbmm": lambda a, b: a.addbmm(a[None], (b @ a)[None]),
     "in place": lambda a, b: (a.sin().addr_(a[:, 0], a[0]), a[:, 0].sin().addmv_(a, a[0], alpha=2)),

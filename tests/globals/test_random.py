@@ -110,7 +110,7 @@ def test_a_checkpoint_draws_the_same_again():
         return checkpoint(inner, b * b, use_reentrant=False) + F.dropout(a, 0.2)
 
     def run(wrapped):
-        distdl.globals.context.Context.of(distdl.world().comm).draws.__init__()
+        distdl.globals.layouts.context.Context.of(distdl.world().comm).draws.__init__()
         x = split(x43).requires_grad_()
         y = wrapped(x) * wrapped(x + 1)
         (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import distdl
-from distdl.globals.context import Context
+from distdl.globals.layouts.context import Context
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64, torch.complex128, torch.complex32, torch.uint16,

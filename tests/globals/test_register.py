@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl import GlobalTensor
-from distdl.globals.register import unregister
+from distdl.globals.blocks.register import unregister
 from distdl.partition import Layout
 
 x35, row = noise(3, 5), noise(5, seed=2)

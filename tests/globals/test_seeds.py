@@ -12,7 +12,7 @@ from torch import nn
 
 import distdl
 from distdl.backends.threaded.communicator import ThreadCommunicator
-from distdl.globals.models import equality
+from distdl.globals.consistency import equality
 
 WORKERS = 3
 
@@ -156,6 +156,6 @@ def test_threads_get_the_weights_of_a_seed_in_each_launch(cure):
 
 
 def test_a_seed_counts_that_was_set_before_distdl_was_imported():
-    code = "import torch; torch.manual_seed(0); from distdl.globals.models.equality import _SEED; print(_SEED)"
+    code = "import torch; torch.manual_seed(0); from distdl.globals.consistency.equality import _SEED; print(_SEED)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.stdout == f"{torch.Generator().initial_seed()}\n", found.stderr

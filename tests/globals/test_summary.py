@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl.globals.models import copies
-from distdl.globals.models.rehearsal import GRADIENTS, on_meta
-from distdl.globals.models.summary import Summary
+from distdl.globals.summary.rehearsal import GRADIENTS, on_meta
+from distdl.globals.summary.summary import Summary
 from distdl.partition import Layout
 from distdl.testing import Silent
 from distdl.workers.footprint import Footprint

@@ -99,6 +99,6 @@ def main():
 first, *others = distdl.run_workers(main, 3)
 x = torch.arange(6.0)
 torch.testing.assert_close(first, {call})
-assert "distdl.globals.higher_order" in sys.modules
+assert "distdl.globals.extras" in sys.modules
 """
     subprocess.run([sys.executable, "-c", text], check=True)

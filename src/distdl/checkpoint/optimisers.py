@@ -12,7 +12,7 @@ from distdl.checkpoint.records import Record, Records, local
 from distdl.checkpoint.values import decode, encode, free
 from distdl.geometry.boxes import whole
 from distdl.globals import GlobalTensor
-from distdl.globals.context import Context
+from distdl.globals.layouts.context import Context
 from distdl.partition import dims
 
 Read = Callable[[str, "Record | None"], torch.Tensor]

@@ -8,7 +8,7 @@ import torch
 
 from distdl.checkpoint.records import Record, Records
 from distdl.geometry.boxes import whole
-from distdl.globals.context import Context
+from distdl.globals.layouts.context import Context
 from distdl.tensors.draws import Draw
 from distdl.transport.communicator import Communicator
 

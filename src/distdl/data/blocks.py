@@ -14,9 +14,9 @@ from torch.utils import data
 from distdl.data.sources import Source, checked, source_of
 from distdl.environment.arguments import brief, check_fields
 from distdl.geometry.boxes import Shape, balanced
-from distdl.globals.context import Context
-from distdl.globals.idle import warn_of_idle
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import Context
+from distdl.globals.moving.idle import warn_of_idle
+from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.partition import Partition, dims
 from distdl.partition.arguments import Split, checks_arguments
 from distdl.workers.worlds import split_of

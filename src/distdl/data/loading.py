@@ -13,8 +13,8 @@ from torch.utils import data
 
 from distdl.data.blocks import BlockDataset, Blocks, each, leaves
 from distdl.data.wrapped import blocks_of, parts_in
-from distdl.globals.context import Context
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import Context
+from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.partition import Partition, dims
 from distdl.partition.arguments import Split, checks_arguments
 from distdl.partition.sharing import gather_values

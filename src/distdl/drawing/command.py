@@ -16,7 +16,7 @@ from distdl.drawing.scene import Scene, composed
 from distdl.drawing.tiles import tiles
 from distdl.geometry.boxes import Shape
 from distdl.geometry.windows import PoolSliding, Sliding
-from distdl.globals.models.rehearsal import Imagined
+from distdl.globals.summary.rehearsal import Imagined
 from distdl.nn import AllGather, AllSumReduce, Broadcast, ReduceScatter, Repartition, SumReduce
 from distdl.ops.pooling import Maximum, Pooling
 from distdl.partition import CartesianPartition, Layout

@@ -1,18 +1,14 @@
 """Global tensors: tensors that know that they are blocks, and the models that compute with them."""
 
-from distdl.globals import handlers, late, own_functions, recomputing
-from distdl.globals.entry import distribute_tensor
+from distdl.globals import handlers
+from distdl.globals.blocks.local_map import local_map
+from distdl.globals.blocks.register import register
+from distdl.globals.extras import late
 from distdl.globals.functions import casting, initial, numbers
-from distdl.globals.local_map import local_map
-from distdl.globals.models import (
-    distribute,
-    load_optimizer_state_dict,
-    optimizer_state_dict,
-    suggest,
-    summary,
-)
-from distdl.globals.register import register
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.gradients import own_functions, recomputing
+from distdl.globals.models import distribute, load_optimizer_state_dict, optimizer_state_dict
+from distdl.globals.moving.entry import distribute_tensor
+from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.tensors import caching
 
 own_functions.install()
@@ -32,6 +28,4 @@ __all__ = [
     "local_map",
     "optimizer_state_dict",
     "register",
-    "suggest",
-    "summary",
 ]

@@ -2,11 +2,10 @@
 
 # ruff: noqa: F401  (nobody names them)
 
-from distdl.globals import entry, modules, strides
+from distdl.globals.blocks import modules
 from distdl.globals.functions import (
     attention,
     attributes,
-    autograd,
     composites,
     convolutions,
     counting,
@@ -36,7 +35,6 @@ from distdl.globals.functions import (
     random,
     recurrent,
     reductions,
-    replicated,
     resizing,
     sampling,
     scans,
@@ -45,3 +43,6 @@ from distdl.globals.functions import (
     values,
     windows,
 )
+from distdl.globals.gradients import autograd, replicated
+from distdl.globals.moving import entry
+from distdl.globals.views import strides

@@ -11,15 +11,16 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.boxes import Interval, Intervals, Shape
-from distdl.globals.context import Context, KnownLayout
-from distdl.globals.functions.applying import autocast_dtype
-from distdl.globals.functions.judging import judged
 from distdl.globals.functions.products import batch_labels
-from distdl.globals.functions.work import checked, work_on
-from distdl.globals.operands import block_of, part_of, sample, taken
-from distdl.globals.replicas import entered, plain_of
-from distdl.globals.table import by_name, composite, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import Context, KnownLayout
+from distdl.globals.moving.operands import part_of, sample, taken
+from distdl.globals.rules.applying import autocast_dtype
+from distdl.globals.rules.judging import judged
+from distdl.globals.rules.work import checked, work_on
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.replicas import entered, plain_of
+from distdl.globals.tensor.table import by_name, composite, handles
 from distdl.tensors.connection import local, no_view, zeros_on
 from distdl.tensors.constants import Constant
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from distdl.globals.functions.applying import widened
-from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.table import TABLE, Handler, name_of
+from distdl.globals.rules.applying import widened
+from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.table import TABLE, Handler, name_of
 
 _ALWAYS = " cdist prod triplet_margin_loss"
 _WIDE = {  # (of its other functions, torch's own or our ops give the dtype: elements, their losses, sums, softmax)

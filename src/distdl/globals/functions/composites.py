@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.adopting import write
-from distdl.globals.functions.applying import one_by_one
-from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.losses import reduction_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded
-from distdl.globals.nested import map_tensors
-from distdl.globals.table import TABLE, Handler, by_name, composite, handles
-from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import write_back
+from distdl.globals.moving.adopting import write
+from distdl.globals.rules.applying import one_by_one
+from distdl.globals.rules.judging import judged, shape_of
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.nested import map_tensors
+from distdl.globals.tensor.table import TABLE, Handler, by_name, composite, handles
+from distdl.globals.views.ties import write_back
 from distdl.tensors.modes import uncounted
 
 

@@ -9,11 +9,11 @@ import torch
 from distdl.geometry.channels import Channels
 from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import Sliding
-from distdl.globals.context import KnownLayout
-from distdl.globals.functions.applying import apply, autocast_dtype, hashable, single
-from distdl.globals.functions.judging import judge
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.rules.applying import apply, autocast_dtype, hashable, single
+from distdl.globals.rules.judging import judge
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.table import by_name, handles
 from distdl.ops.convolution import Convolution
 from distdl.ops.transposed import TransposedConvolution
 from distdl.partition import Partition

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from distdl.globals.context import KnownLayout
-from distdl.globals.fallback import fall_back, split_like
 from distdl.globals.functions.shapes import reshaped
-from distdl.globals.operands import aligned, block_of, own_box
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.moving.operands import aligned, own_box
+from distdl.globals.rules.fallback import fall_back, split_like
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.table import by_name, handles
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import refuses
 from distdl.tensors.function import Function

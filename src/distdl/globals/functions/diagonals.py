@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.context import KnownLayout
-from distdl.globals.functions.judging import judge_dtype, shape_of
 from distdl.globals.functions.shapes import view_of
-from distdl.globals.operands import block_of
-from distdl.globals.strides import View
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import note_written
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.rules.judging import judge_dtype, shape_of
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.table import by_name, handles
+from distdl.globals.views.strides import View
+from distdl.globals.views.ties import note_written
 
 
 @handles("tril triu", "torch Tensor")

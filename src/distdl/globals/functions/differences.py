@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import one_by_one
-from distdl.globals.functions.judging import judge_dtype, judged
 from distdl.globals.functions.shapes import expanded
-from distdl.globals.table import TABLE, by_name, handles
+from distdl.globals.rules.applying import one_by_one
+from distdl.globals.rules.fallback import fall_back
+from distdl.globals.rules.judging import judge_dtype, judged
+from distdl.globals.tensor.table import TABLE, by_name, handles
 
 
 @handles("diff")

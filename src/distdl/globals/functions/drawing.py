@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from distdl.globals.context import Context
 from distdl.globals.functions import random
 from distdl.globals.functions.random import next_draw, of_copies
-from distdl.globals.nested import tensors_in
-from distdl.globals.replicas import Replica
-from distdl.globals.table import TABLE
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import Context
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.nested import tensors_in
+from distdl.globals.tensor.replicas import Replica
+from distdl.globals.tensor.table import TABLE
 from distdl.nn.compiling import leave_uncompiled
 
 _TAKE_GENERATOR = {

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.products import contract
-from distdl.globals.functions.work import checked
-from distdl.globals.table import handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.rules.work import checked
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.table import handles
 
 
 @handles("einsum", "torch")

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from distdl.globals.functions.judging import judge_dtype
 from distdl.globals.functions.reductions import (
     dims_of,
     gathered,
@@ -21,9 +20,10 @@ from distdl.globals.functions.reductions import (
     total,
     without_dims,
 )
-from distdl.globals.operands import block_of
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.rules.judging import judge_dtype
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.table import by_name, handles
 from distdl.tensors.connection import always_curved, local
 from distdl.tensors.dtypes import HALVES
 

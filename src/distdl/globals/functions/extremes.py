@@ -18,9 +18,9 @@ from distdl.globals.functions.reductions import (
     summed,
     without_dims,
 )
-from distdl.globals.operands import block_of
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.table import by_name, handles
 from distdl.tensors.connection import local
 from distdl.tensors.dtypes import RARE
 from distdl.tensors.function import Function

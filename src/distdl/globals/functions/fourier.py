@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.functions.judging import judge, judged
-from distdl.globals.functions.pencils import along_whole
-from distdl.globals.functions.work import checked
-from distdl.globals.table import SPACES, TABLE, by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.rules.judging import judge, judged
+from distdl.globals.rules.pencils import along_whole
+from distdl.globals.rules.work import checked
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.table import SPACES, TABLE, by_name, handles
 
 # which transform the last of several dims takes, whether it comes first, and what the others take
 _SEVERAL = {

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from distdl.globals.functions.spreading import pencils
-from distdl.globals.operands import entire, moved
-from distdl.globals.replicas import entered, plain_of
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.spreading import pencils
+from distdl.globals.moving.operands import entire, moved
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.replicas import entered, plain_of
+from distdl.globals.tensor.table import by_name, handles
 from distdl.tensors.connection import saving, zeros_on
 
 

@@ -10,8 +10,8 @@ import torch
 from torch.nn import init
 
 from distdl.globals.functions.drawing import Drawing
-from distdl.globals.table import TABLE, Handler, composite
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.table import TABLE, Handler, composite
 
 # What these functions ask of torch. For them a global tensor counts as one without functions of its own.
 _TORCH = SimpleNamespace(overrides=SimpleNamespace(has_torch_function_variadic=lambda *_: False), no_grad=torch.no_grad)

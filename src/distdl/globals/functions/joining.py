@@ -11,16 +11,17 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.boxes import Intervals, Shape, balanced
-from distdl.globals.adopting import split_beside
-from distdl.globals.context import KnownLayout
-from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import one_by_one
 from distdl.globals.functions.indexing import part
-from distdl.globals.functions.judging import judge, judge_dtype, judged, shape_of
 from distdl.globals.functions.lines import brought_together
-from distdl.globals.operands import block_of, entire
-from distdl.globals.table import TABLE, by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.moving.adopting import split_beside
+from distdl.globals.moving.operands import entire
+from distdl.globals.rules.applying import one_by_one
+from distdl.globals.rules.fallback import fall_back
+from distdl.globals.rules.judging import judge, judge_dtype, judged, shape_of
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.table import TABLE, by_name, handles
 from distdl.partition.groups import IntArray
 from distdl.tensors.connection import zeros_on
 

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.context import KnownLayout
-from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import ready, weight_of
-from distdl.globals.functions.judging import check_range, judge, judge_dtypes
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.reductions import summed, without_dims
-from distdl.globals.operands import aligned, block_of, moved, sample, taken
-from distdl.globals.table import handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.moving.operands import aligned, moved, sample, taken
+from distdl.globals.rules.applying import ready, weight_of
+from distdl.globals.rules.fallback import fall_back
+from distdl.globals.rules.judging import check_range, judge, judge_dtypes
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.table import handles
 from distdl.ops.class_loss import CrossEntropy, NegativeLogLikelihood
 from distdl.ops.loss import ABSENT
 from distdl.partition import Partition

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distdl.globals.adopting import split_beside
-from distdl.globals.context import KnownLayout
 from distdl.globals.functions.lines import brought, of_global
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded, reshaped
-from distdl.globals.operands import block_of, moved
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import write_back
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.moving.adopting import split_beside
+from distdl.globals.moving.operands import moved
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.table import by_name, handles
+from distdl.globals.views.ties import write_back
 from distdl.partition.sharing import gather_values
 from distdl.tensors.modes import uncounted
 

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 from distdl.geometry.boxes import Shape
-from distdl.globals.adopting import split_beside
-from distdl.globals.apart import LinAlgError
-from distdl.globals.context import Context, KnownLayout
-from distdl.globals.fallback import fall_back
-from distdl.globals.functions.judging import frozen, judged
-from distdl.globals.functions.spreading import pencils
-from distdl.globals.functions.work import Work, work_on
-from distdl.globals.nested import tensors_in
-from distdl.globals.operands import moved
-from distdl.globals.replicas import plain_of
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import Context, KnownLayout
+from distdl.globals.layouts.spreading import pencils
+from distdl.globals.moving.adopting import split_beside
+from distdl.globals.moving.operands import moved
+from distdl.globals.rules.apart import LinAlgError
+from distdl.globals.rules.fallback import fall_back
+from distdl.globals.rules.judging import frozen, judged
+from distdl.globals.rules.work import Work, work_on
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.nested import tensors_in
+from distdl.globals.tensor.replicas import plain_of
+from distdl.globals.tensor.table import by_name, handles
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.context import KnownLayout
-from distdl.globals.entry import full_tensor
-from distdl.globals.fallback import fall_back
-from distdl.globals.functions import batch
-from distdl.globals.functions.applying import ready, run, weight_of
-from distdl.globals.functions.judging import judge, judge_dtypes, judged
-from distdl.globals.operands import block_of
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts import batch
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.moving.entry import full_tensor
+from distdl.globals.rules.applying import ready, run, weight_of
+from distdl.globals.rules.fallback import fall_back
+from distdl.globals.rules.judging import judge, judge_dtypes, judged
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.table import by_name, handles
 from distdl.ops import Op
 from distdl.ops.normalisation import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 

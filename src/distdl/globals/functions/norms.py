@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 
-from distdl.globals.context import KnownLayout
-from distdl.globals.functions.applying import widened
 from distdl.globals.functions.extremes import extreme_over
-from distdl.globals.functions.judging import judge_dtype, judged, shape_of
 from distdl.globals.functions.reductions import (
     dims_of,
     gathered,
@@ -23,9 +20,13 @@ from distdl.globals.functions.reductions import (
     total,
     without_dims,
 )
-from distdl.globals.operands import block_of, derivatives_of
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.moving.operands import derivatives_of
+from distdl.globals.rules.applying import widened
+from distdl.globals.rules.judging import judge_dtype, judged, shape_of
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.table import by_name, handles
 from distdl.tensors.connection import always_curved, local, zeros_on
 from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.pointwise import elementwise
-from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.operands import number
-from distdl.globals.signatures import numbers_of
-from distdl.globals.table import TABLE, Handler, named
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.moving.operands import number
+from distdl.globals.rules.signatures import numbers_of
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.table import TABLE, Handler, named
 from distdl.tensors.modes import uncounted
 
 # functions of one tensor, or of one list of tensors: what else they get are numbers

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from distdl.globals.fallback import fall_back
-from distdl.globals.functions.judging import judged
-from distdl.globals.functions.pencils import along_whole
 from distdl.globals.functions.ranks import levels_of, median, quantile
 from distdl.globals.functions.reductions import dims_of, without_dims
-from distdl.globals.nested import map_tensors
-from distdl.globals.table import handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.rules.fallback import fall_back
+from distdl.globals.rules.judging import judged
+from distdl.globals.rules.pencils import along_whole
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.nested import map_tensors
+from distdl.globals.tensor.table import handles
 
 
 @handles("sort argsort topk msort", "torch Tensor")

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from distdl.globals import signatures
-from distdl.globals.adopting import write
-from distdl.globals.nested import map_tensors
-from distdl.globals.operands import aligned, block_of, number, numbers_of
-from distdl.globals.replicas import plain_of
-from distdl.globals.strides import keep_order, lies_in, note_format, whole_view
-from distdl.globals.table import TABLE, handles, name_of, named, writes
-from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import check_written, note_written
+from distdl.globals.moving.adopting import write
+from distdl.globals.moving.operands import aligned, number, numbers_of
+from distdl.globals.rules import signatures
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.nested import map_tensors
+from distdl.globals.tensor.replicas import plain_of
+from distdl.globals.tensor.table import TABLE, handles, name_of, named, writes
+from distdl.globals.views.strides import keep_order, lies_in, note_format, whole_view
+from distdl.globals.views.ties import check_written, note_written
 
 # (in place, those that torch has as functions, too: the methods of tensors are entered with their names without _)
 _NAMES = """

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import autocast_dtype, zeroed
-from distdl.globals.functions.judging import judge_dtypes
-from distdl.globals.functions.work import checked, work_on
-from distdl.globals.operands import block_of
-from distdl.globals.replicas import Replica, entered
-from distdl.globals.table import TABLE, by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.rules.applying import autocast_dtype, zeroed
+from distdl.globals.rules.fallback import fall_back
+from distdl.globals.rules.judging import judge_dtypes
+from distdl.globals.rules.work import checked, work_on
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.replicas import Replica, entered
+from distdl.globals.tensor.table import TABLE, by_name, handles
 from distdl.tensors.connection import local, zeros_on
 from distdl.tensors.dtypes import can_be_added, without_autocast
 from distdl.tensors.memory import without_memory

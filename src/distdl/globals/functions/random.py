@@ -16,10 +16,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.adopting import write
-from distdl.globals.context import Context, KnownLayout
-from distdl.globals.fallback import split_like
-from distdl.globals.functions.applying import zeroed
 from distdl.globals.functions.distributions import (
     between,
     cauchy,
@@ -30,13 +26,18 @@ from distdl.globals.functions.distributions import (
     log_normal,
     normal,
 )
-from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.operands import aligned, block_of, part_of, whole
-from distdl.globals.replicas import Replica, copy_of
-from distdl.globals.strides import keep_order
-from distdl.globals.table import REPLICATED, TABLE, Handler, by_name, composite, handles, writes
-from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import note_written, write_back
+from distdl.globals.layouts.context import Context, KnownLayout
+from distdl.globals.moving.adopting import write
+from distdl.globals.moving.operands import aligned, part_of, whole
+from distdl.globals.rules.applying import zeroed
+from distdl.globals.rules.fallback import split_like
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.replicas import Replica, copy_of
+from distdl.globals.tensor.table import REPLICATED, TABLE, Handler, by_name, composite, handles, writes
+from distdl.globals.views.strides import keep_order
+from distdl.globals.views.ties import note_written, write_back
 from distdl.ops.dropout import masked
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.draws import Draw, seed

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from distdl.globals.fallback import fall_back
 from distdl.globals.functions.extremes import Instead
 from distdl.globals.functions.indexing import part
 from distdl.globals.functions.shapes import reshaped
-from distdl.globals.operands import aligned, block_of
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.moving.operands import aligned
+from distdl.globals.rules.fallback import fall_back
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
 from distdl.partition.sharing import gather_values, reduce_values
 
 

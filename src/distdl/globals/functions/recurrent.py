@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.context import Context, KnownLayout
-from distdl.globals.entering import enter
-from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import as_global
-from distdl.globals.functions.judging import judge
 from distdl.globals.functions.lines import brought
-from distdl.globals.functions.spreading import pencils
-from distdl.globals.lineage import check_origin
-from distdl.globals.operands import entire, moved
-from distdl.globals.replicas import Replica, plain_of
-from distdl.globals.table import handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import Context, KnownLayout
+from distdl.globals.layouts.spreading import pencils
+from distdl.globals.moving.operands import entire, moved
+from distdl.globals.rules.applying import as_global
+from distdl.globals.rules.fallback import fall_back
+from distdl.globals.rules.judging import judge
+from distdl.globals.tensor.entering import enter
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.lineage import check_origin
+from distdl.globals.tensor.replicas import Replica, plain_of
+from distdl.globals.tensor.table import handles
 from distdl.tensors.connection import zeros_on
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from distdl.exchange import Operator
-from distdl.globals.context import Context, KnownLayout
-from distdl.globals.functions.judging import judge_dtype
-from distdl.globals.functions.regrouping import place
-from distdl.globals.operands import block_of, derivatives_of, entire, moved_block
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import Context, KnownLayout
+from distdl.globals.layouts.regrouping import place
+from distdl.globals.moving.operands import derivatives_of, entire, moved_block
+from distdl.globals.rules.judging import judge_dtype
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.table import by_name, handles
 from distdl.ops import Site
 from distdl.plan.planning import broadcast
 from distdl.tensors.connection import always_curved, local

@@ -10,11 +10,11 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.windows import PoolSliding
-from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import apply, hashable, single, widened
-from distdl.globals.functions.judging import frozen, judge, rough
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.rules.applying import apply, hashable, single, widened
+from distdl.globals.rules.fallback import fall_back
+from distdl.globals.rules.judging import frozen, judge, rough
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.table import by_name, handles
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
 from distdl.ops.interpolation import Interpolation
 from distdl.ops.pooling import Average, Maximum, Pooling

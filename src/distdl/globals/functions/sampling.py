@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from distdl.globals.functions.applying import zeroed
-from distdl.globals.functions.judging import judged
 from distdl.globals.functions.random import takes_generator
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.rules.applying import zeroed
+from distdl.globals.rules.judging import judged
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.table import by_name, handles
 
 
 @handles("normal", "torch")

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from distdl.globals.context import KnownLayout
-from distdl.globals.functions.judging import judge_dtype
-from distdl.globals.functions.pencils import along_whole
 from distdl.globals.functions.reductions import dims_of, reduced_shape, split_along
-from distdl.globals.operands import block_of, moved_block
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.moving.operands import moved_block
+from distdl.globals.rules.judging import judge_dtype
+from distdl.globals.rules.pencils import along_whole
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.table import by_name, handles
 from distdl.tensors.connection import always_curved, local
 
 

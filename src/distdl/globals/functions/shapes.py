@@ -8,15 +8,18 @@ from typing import Any
 import torch
 
 from distdl.geometry.boxes import Shape
-from distdl.globals.context import KnownLayout
-from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import one_by_one
-from distdl.globals.functions.judging import frozen, shape_of
-from distdl.globals.functions.regrouping import plan_reshape
-from distdl.globals.functions.spreading import pencils
-from distdl.globals.nested import map_tensors
-from distdl.globals.operands import aligned, block_of, moved
-from distdl.globals.strides import (
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.layouts.regrouping import plan_reshape
+from distdl.globals.layouts.spreading import pencils
+from distdl.globals.moving.operands import aligned, moved
+from distdl.globals.rules.applying import one_by_one
+from distdl.globals.rules.fallback import fall_back
+from distdl.globals.rules.judging import frozen, shape_of
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.nested import map_tensors
+from distdl.globals.tensor.table import TABLE, handles, handles_property
+from distdl.globals.views.strides import (
     View,
     is_copied,
     note_strides,
@@ -26,9 +29,7 @@ from distdl.globals.strides import (
     strides_of,
     whole_view,
 )
-from distdl.globals.table import TABLE, handles, handles_property
-from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import note_copied, note_view
+from distdl.globals.views.ties import note_copied, note_view
 
 # -- what other families use, too
 

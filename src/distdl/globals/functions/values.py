@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.testing._comparison import TensorLikePair
 
-from distdl.globals.entry import value_of
-from distdl.globals.operands import block_of
-from distdl.globals.table import handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.moving.entry import value_of
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.table import handles
 from distdl.tensors.modes import uncounted
 from distdl.transport.calls import VALUE
 

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from distdl.geometry.borders import Border
-from distdl.globals.context import KnownLayout
-from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import apply, widened
 from distdl.globals.functions.indexing import part
-from distdl.globals.functions.judging import shape_of
 from distdl.globals.functions.shapes import view_of, whole_along
-from distdl.globals.operands import block_of
-from distdl.globals.strides import View, blank, offset_of, strides_of
-from distdl.globals.table import by_name, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.rules.applying import apply, widened
+from distdl.globals.rules.fallback import fall_back
+from distdl.globals.rules.judging import shape_of
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.table import by_name, handles
+from distdl.globals.views.strides import View, blank, offset_of, strides_of
 from distdl.ops.padding import Padding
 from distdl.tensors.connection import refuses, zeros_on
 

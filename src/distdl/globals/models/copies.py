@@ -11,14 +11,14 @@ from weakref import WeakSet
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distdl.globals.context import Context
-from distdl.globals.entering import Which, enter, enter_apart, settle
-from distdl.globals.models.drift import Drift
-from distdl.globals.models.equality import whole_of
-from distdl.globals.replicas import Replica, memory_of, parameter_of, plain_of
-from distdl.globals.standing import settled
-from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import writes_of
+from distdl.globals.consistency.drift import Drift
+from distdl.globals.consistency.equality import whole_of
+from distdl.globals.layouts.context import Context
+from distdl.globals.moving.standing import settled
+from distdl.globals.tensor.entering import Which, enter, enter_apart, settle
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.replicas import Replica, memory_of, parameter_of, plain_of
+from distdl.globals.views.ties import writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.nn.module import Module
 from distdl.partition import Partition

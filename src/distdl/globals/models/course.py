@@ -10,7 +10,7 @@ import torch
 
 from distdl.globals.models.gathering import Gather, Gathering, gather_each, state_of, that_come_along
 from distdl.globals.models.keeping import Gathered
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.tensor.global_tensor import GlobalTensor
 
 
 class _Step(NamedTuple):

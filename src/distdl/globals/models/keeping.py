@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl.globals.models.gathering import Gather, Gathering, gather_each, state_of, that_come_along
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.tensor.global_tensor import GlobalTensor
 
 
 class Gathered:

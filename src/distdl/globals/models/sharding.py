@@ -24,19 +24,20 @@ from weakref import WeakSet
 
 import torch
 
-from distdl.globals.context import Context, other_world
+from distdl.globals.layouts.context import Context, other_world
 from distdl.globals.models.copies import Additions, Parameters
 from distdl.globals.models.course import Course
 from distdl.globals.models.gathering import Gathering, state_of
 from distdl.globals.models.keeping import Gathered, Keep, restore
 from distdl.globals.models.splitting import split_parameters
 from distdl.globals.models.states import whole_state
-from distdl.globals.nested import tensors_in
-from distdl.globals.operands import block_of, taken
-from distdl.globals.replicas import WRITTEN, Replica, plain_of, view_of
-from distdl.globals.table import REPLICATED
-from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import writes_of
+from distdl.globals.moving.operands import taken
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.nested import tensors_in
+from distdl.globals.tensor.replicas import WRITTEN, Replica, plain_of, view_of
+from distdl.globals.tensor.table import REPLICATED
+from distdl.globals.views.ties import writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.tensors.derivatives import Keeping, next_node, saved_tensors_hooks

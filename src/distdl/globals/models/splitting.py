@@ -12,8 +12,8 @@ import torch
 from torch.utils import swap_tensors
 
 from distdl.geometry.boxes import Shape, balanced, slices
-from distdl.globals.context import Context, KnownLayout
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.layouts.context import Context, KnownLayout
+from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.nn.module import Module
 
 

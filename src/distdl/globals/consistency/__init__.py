@@ -1,0 +1,1 @@
+"""How workers find out that their weights differ."""

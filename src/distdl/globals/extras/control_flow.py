@@ -1,0 +1,108 @@
+"""Control flow by torch's functions, of what is split over workers: ``torch.cond``, ``while_loop``, ``scan``, ``map``.
+
+torch compiles the functions that these are given. Those of global tensors cannot be compiled, as workers exchange
+messages in them, so they are called, as Python would: one branch, or the body again and again. A condition has one
+value on every worker, so all of them take the same way. Derivatives are those of what has been called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import getclosurevars
+from typing import Any
+
+import torch
+from torch._higher_order_ops import utils
+from torch._higher_order_ops.associative_scan import generic_associative_scan
+from torch.utils import _pytree as pytree
+
+from distdl.globals.extras.late import original_of
+from distdl.globals.extras.transforms import is_split
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.replicas import Replica
+from distdl.globals.tensor.running import is_running
+from distdl.globals.tensor.table import composite
+from distdl.nn.compiling import REASON
+from distdl.workers.worlds import launched
+
+
+def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    return (true_fn if pred else false_fn)(*operands)
+
+
+def _while_loop(cond_fn: Any, body_fn: Any, carried: Sequence[Any], additional: Sequence[Any]) -> Any:
+    """torch's ``while_loop``, whose functions take the leaves of what is carried on, and give it in its structure."""
+    found, _ = pytree.tree_unflatten([*carried, *additional], getclosurevars(body_fn).nonlocals["in_spec"])
+    first = carried = [one.clone() if isinstance(one, torch.Tensor) else one for one in carried]
+    while _is_true(cond_fn(*carried, *additional)):
+        found = body_fn(*carried, *additional)
+        carried = pytree.tree_leaves(found)
+        _check_carried("while_loop", "body_fn", first, carried)
+    return found
+
+
+def _is_true(value: Any) -> bool:
+    if isinstance(value, bool) or (isinstance(value, torch.Tensor) and not value.dim() and value.dtype is torch.bool):
+        return bool(value)
+    raise RuntimeError(
+        f"cond_fn of torch.while_loop needs to return True, False or a tensor of one of these; got {value}"
+    )
+
+
+def _scan(combine_fn: Callable[..., Any], init: Sequence[Any], xs: Sequence[Any], additional_inputs: Any) -> Any:
+    carry: Any = init
+    each = []
+    for place in range(xs[0].shape[0]):
+        carry, y = combine_fn(*pytree.tree_leaves(carry), *[x.select(0, place) for x in xs])
+        _check_carried("scan", "combine_fn", init, pytree.tree_leaves(carry))
+        each.append(y)
+    return carry, utils._stack_pytree(each)
+
+
+def _map(f: Callable[..., Any], xs: Sequence[Any], args: Sequence[Any]) -> Any:
+    return utils._stack_pytree([f(*[x.select(0, place) for x in xs], *args) for place in range(xs[0].shape[0])])
+
+
+def _associative_scan(combine_fn: Callable[..., Any], xs: Sequence[Any], additional_inputs: Any) -> Any:
+    return generic_associative_scan(combine_fn, xs)
+
+
+def _check_carried(name: str, function: str, first: Sequence[Any], now: Sequence[Any]) -> None:
+    """Raises: RuntimeError unless what is carried on is what was given, but for its numbers."""
+    one, other = [
+        [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in xs] for xs in (first, now)
+    ]
+    if one != other:
+        raise RuntimeError(
+            f"{function} of torch's {name} needs to return what it is given to carry on; got {other} for {one}"
+        )
+
+
+_EAGER: dict[str, Callable[..., Any]] = {
+    "cond_op": _cond, "while_loop_op": _while_loop, "scan_op": _scan, "map_impl": _map,
+    "associative_scan_op": _associative_scan,
+}  # fmt: skip
+
+
+# by what the compiler says where a function that it is given knows what is split
+_SPLIT = REASON, GlobalTensor.__name__, Replica.__name__
+
+
+def install() -> None:
+    """Let torch's control flow of what is split call its functions. That of plain tensors stays torch's."""
+    compiled = original_of(utils._hop_compile_and_call)
+
+    @wraps(compiled)
+    def run(fn: Any, args: Any, kwargs: Any = None) -> Any:
+        if not (
+            is_split((args, kwargs)) or is_running() or launched() == "threads"
+        ):  # (one thread at a time may compile)
+            try:
+                return compiled(fn, args, kwargs)
+            except Exception as error:  # (to import those of the compiler takes seconds)
+                if not any(sign in str(error) for sign in _SPLIT):
+                    raise
+        return composite(fn, **_EAGER)(*args, **(kwargs or {}))
+
+    utils._hop_compile_and_call = run

@@ -1,0 +1,91 @@
+"""``torch.func.linearize`` of functions of global tensors.
+
+torch traces the function, and asks no tensor: what is split cannot be traced. It may have been imported by its name
+before distdl. So it stays the function that it is, and gets other code.
+"""
+
+# mypy: disable-error-code="name-defined"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch.utils import _pytree as pytree
+
+from distdl.globals.extras.transforms import is_split
+from distdl.globals.layouts.context import worlds
+from distdl.globals.tensor.table import composite, copied, lend
+from distdl.tensors.function import TransformError
+from distdl.workers.worlds import launched
+
+
+def _linear(function: Any, adjoint: Any, *inputs: torch.Tensor) -> Any:
+    """Apply a linear function.
+
+    Raises: TransformError inside of torch's transforms, which then take one sample after another.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise TransformError
+    return _Linear.apply(function, adjoint, *inputs)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear function, whose backward is its adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, adjoint: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.function, ctx.adjoint = function, adjoint
+        result: tuple[torch.Tensor, ...] = function(*inputs)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, *_linear(ctx.adjoint, ctx.function, *gradients)
+
+
+def _linearize(func: Callable[..., Any], *primals: Any) -> Any:
+    """The derivative at a point is the adjoint of  dy -> dx,  which is linear. Both keep what the function computed."""
+    if not worlds.count or torch.compiler.is_dynamo_compiling():
+        return _torchs_linearize(func, *primals)
+    first = [func(*primals)]  # (which torch computes first, too)
+
+    def again(*args: Any) -> Any:
+        return first.pop() if first else func(*args)
+
+    if not is_split((primals, first)):
+        if launched() != "threads":  # (torch counts its levels for all threads together)
+            return _torchs_linearize(again, *primals)
+        if torch._C._are_functorch_transforms_active():
+            raise TransformError
+    given, made = (pytree.tree_structure(one) for one in (primals, first[0]))
+    with torch.no_grad():  # (of what does not follow from what is outside)
+        y, pull_back = _vjp(func, *primals)
+        _, push_forward = _vjp(pull_back, pytree.tree_map(torch.zeros_like, y))
+
+    def forward(*tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(pytree.tree_leaves(push_forward(pytree.tree_unflatten(tangents, given))))
+
+    def backward(*gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(pytree.tree_leaves(pull_back(pytree.tree_unflatten(gradients, made))))
+
+    own = composite(
+        _torchs_linearize,
+        lazy_dynamo_disallow=lambda made: made,
+        make_fx=lambda traced: lambda tangents: partial(_linear, forward, backward),
+        const_fold=SimpleNamespace(split_const_subgraphs=lambda made: made),
+    )
+    return own(again, *primals)
+
+
+_vjp: Any = torch.func.vjp
+_torchs_linearize = copied(eager_transforms.linearize)
+
+
+def install() -> None:
+    """Let torch's function look for global tensors."""
+    lend(eager_transforms.linearize, _linearize, None)  # (the entry is there: see ``extras.late``)

@@ -1,0 +1,241 @@
+"""``torch.vmap`` of functions of what is split over workers.
+
+Samples are taken one by one, and their results stacked. Where samples lie whole on workers, torch's own vmap maps the
+blocks, without a message. (See ``extras.transforms`` for how transforms come here.)
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch._functorch import vmap as vmapping
+from torch._functorch.predispatch import _remove_batch_dim
+from torch.utils import _pytree as pytree
+
+from distdl.globals.extras.late import original_of
+from distdl.globals.extras.transforms import is_split, leads_beyond
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.replicas import Replica, entered, plain_of
+from distdl.globals.tensor.running import is_running, on_blocks
+from distdl.globals.tensor.table import composite, name_of
+from distdl.tensors.derivatives import saved_tensors_hooks
+from distdl.tensors.function import TransformError
+from distdl.transport.callsite import current_place, users_call
+
+_MANY = 256  # calls beyond which samples that are taken one by one are told
+_MOST = 4096  # samples of plain tensors that a model takes one by one: of a mask there may be millions
+
+torchs_flat_vmap = original_of(vmapping._flat_vmap)
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.calls = 1  # how often the function that runs here is called, by all vmaps around it
+        self.told: set[tuple[str, int]] = set()  # which lines have been told that they make many calls
+
+
+_here = _Here()
+
+
+def _vmap(
+    func: Callable[..., Any],
+    batch_size: int,
+    flat_in_dims: list[int | None],
+    flat_args: list[Any],
+    args_spec: Any,
+    out_dims: Any,
+    randomness: str,
+    **kwargs: Any,
+) -> Any:
+    """torch's ``_flat_vmap``, which is called for each chunk of samples when all has been checked."""
+    torchs = partial(torchs_flat_vmap, func, batch_size, flat_in_dims, flat_args, args_spec, out_dims, randomness)
+    if torch.compiler.is_dynamo_compiling():
+        return torchs(**kwargs)
+    samples = _Samples(func, batch_size, flat_in_dims, flat_args, args_spec, randomness, kwargs)
+    if not is_split((flat_args, kwargs)):
+        if torch._C._are_functorch_transforms_active():
+            return torchs(**kwargs)
+        try:
+            return torchs(**kwargs)
+        except TransformError:
+            y = samples.one_by_one(_MOST if is_running() else 0)
+    else:
+        try:
+            y = samples.on_blocks()
+        except TransformError:
+            y = samples.one_by_one()
+    return composite(vmapping._unwrap_batched, _maybe_remove_batch_dim=_moved)(y, out_dims, 0, batch_size, func)
+
+
+def _moved(name: str, y: torch.Tensor, level: int, count: int, out_dim: int | None) -> torch.Tensor:
+    """A result of which all samples are there, in dim 0, with these in another dim; or the same one for all."""
+    if out_dim is None:
+        return y[0]
+    if not isinstance(y, torch.Tensor):
+        return vmapping._maybe_remove_batch_dim(name, y[0], level, count, out_dim)  # (raises)
+    return y.movedim(0, out_dim)
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """A function of samples, which stand in a dim of some of its arguments."""
+
+    func: Callable[..., Any]
+    count: int
+    in_dims: list[int | None]
+    args: list[Any]
+    spec: Any
+    randomness: str
+    kwargs: dict[str, Any]
+
+    def one_by_one(self, most: int = 0) -> Any:
+        """The results, each with its samples in dim 0.
+
+        Args:
+            most: how many calls there may be, with those of other vmaps around this one; 0 for any number.
+        Raises: ValueError; TransformError if there are more.
+        """
+        if not self.count:
+            return self._without_samples()
+        around, _here.calls = _here.calls, _here.calls * self.count
+        try:
+            if 0 < most < _here.calls:
+                raise TransformError
+            if _here.calls > _MANY:
+                _tell(self.func, _here.calls)
+            draws = self._draws() if self.randomness == "same" else nullcontext
+            each = []
+            for number in range(self.count):
+                with draws():
+                    each.append(pytree.tree_flatten(self._call(number)))
+        finally:
+            _here.calls = around
+        for _, spec in each:
+            if spec != each[0][1]:
+                raise ValueError(f"vmap needs results of one structure; got {each[0][1]} and {spec}")
+        stacked = [_stack(ys) for ys in zip(*(flat for flat, _ in each), strict=True)]
+        return pytree.tree_unflatten(stacked, each[0][1])
+
+    def _without_samples(self) -> Any:
+        """No results, in the shapes and dtypes of what the function makes of a sample of zeros."""
+
+        def with_zeros(x: torch.Tensor, d: int) -> torch.Tensor:
+            zeros = x.new_zeros([1 if place == d % x.dim() else size for place, size in enumerate(x.shape)])
+            return torch.cat([x, zeros], d)  # (in the graph of x)
+
+        args = [x if d is None else with_zeros(x, d) for x, d in zip(self.args, self.in_dims, strict=True)]
+        return map_tensors(replace(self, count=1, args=args).one_by_one(), lambda y: y[:0])
+
+    def _draws(self) -> Callable[[], AbstractContextManager[None]]:
+        """In which each sample draws the same as the others: what is split, by the draws that come next."""
+        first = self._call(0)  # (there may be nothing split among the arguments)
+        known: list[Any] = tensors_in((self.args, self.kwargs, first))
+        found = [one._context.draws for one in known if type(one) in (GlobalTensor, Replica)]
+        return partial(found[0].again, found[0].seed, found[0].counted()) if found else nullcontext
+
+    def _call(self, number: int) -> Any:
+        given = [x if d is None else x.select(d, number) for x, d in zip(self.args, self.in_dims, strict=True)]
+        return self.func(*pytree.tree_unflatten(given, self.spec), **self.kwargs)
+
+    def on_blocks(self) -> Any:
+        """The same, of samples that lie whole on workers. Nothing moves.
+
+        Raises: TransformError if they do not, or if the function knows other tensors that are split or have a gradient.
+        """
+        layout = self._layout()
+        if saved_tensors_hooks() is not None:  # (torch's grad takes none around it)
+            raise TransformError
+        context = layout.context
+        start, stop = layout.box[0]
+
+        def own(x: Any, dim: int | None = None) -> Any:
+            if not isinstance(x, torch.Tensor) or type(x) is GlobalTensor:
+                return block_of(x) if type(x) is GlobalTensor else x
+            x = entered(x, context)
+            return x if dim is None else x.narrow(dim, start, stop - start)
+
+        given = [own(x, dim) for x, dim in zip(self.args, self.in_dims, strict=True)]
+        named = map_tensors(self.kwargs, own)
+        inputs = tensors_in((given, named))
+        vmap_of_any = composite(torchs_flat_vmap, _unwrap_batched=_UNWRAP_ANY)
+        with on_blocks():
+            y = vmap_of_any(self.func, stop - start, self.in_dims, given, self.spec, 0, self.randomness, **named)
+        flat, spec = pytree.tree_flatten(y)
+        curved = [one for one in inputs if one.requires_grad]
+        results: list[Any] = []
+        for found in flat:
+            if isinstance(found, _Each):
+                results.append(found)
+                continue
+            block = plain_of(found)
+            if block.requires_grad and leads_beyond(block, ends=curved):
+                raise TransformError
+            rest = [((0, extent),) for extent in block.shape[1:]]
+            workers = layout.partition.workers.reshape(-1, *[1] * len(rest))
+            results.append(GlobalTensor._of(block, context.layout(workers, [layout.intervals[0], *rest])))
+        return pytree.tree_unflatten(results, spec)
+
+    def _layout(self) -> KnownLayout:
+        """How samples are split: that of a tensor which has that dim alone."""
+        found: set[KnownLayout] = set()
+        for x, dim in zip(self.args, self.in_dims, strict=True):
+            if type(x) is not GlobalTensor:
+                continue
+            intervals, workers = x._layout.intervals, x._layout.partition.workers
+            if dim is None or workers.size != len(x._context.everyone):
+                raise TransformError
+            if any(len(along) > 1 for place, along in enumerate(intervals) if place != dim):
+                raise TransformError
+            found.add(x._context.layout(workers.ravel(), [intervals[dim]]))
+        others = any(type(one) is GlobalTensor for one in tensors_in(self.kwargs))
+        if len(found) != 1 or others or self.randomness != "error":
+            raise TransformError
+        layout = found.pop()
+        if any(start == stop for start, stop in layout.intervals[0]):
+            raise TransformError
+        return layout
+
+
+def _tell(func: Callable[..., Any], calls: int) -> None:
+    """Warn, once for each line that calls vmap, that it takes many samples one by one."""
+    frame, level = users_call()
+    site = (frame.f_code.co_filename, frame.f_lineno)
+    if site not in _here.told and current_place().fallback != "silent":
+        _here.told.add(site)
+        warnings.warn(
+            f"vmap of {name_of(func)} takes its samples one by one, in {calls} calls: it knows tensors that are split, "
+            "or has a gradient of others than its arguments. Give it weights as arguments and samples that lie whole "
+            f"on workers, or batches to functions that take them (called at {site[0]}:{site[1]})",
+            stacklevel=level,
+        )
+
+
+class _Each(tuple[Any, ...]):
+    """Of what is no tensor, that of each sample."""
+
+
+def _removed(name: str, y: Any, level: int, count: int, out_dim: int) -> Any:
+    return _remove_batch_dim(y, level, count, out_dim) if isinstance(y, torch.Tensor) else _Each([y])
+
+
+_UNWRAP_ANY = composite(vmapping._unwrap_batched, _maybe_remove_batch_dim=_removed)
+
+
+def _stack(ys: Sequence[Any]) -> Any:
+    return torch.stack(list(ys)) if isinstance(ys[0], torch.Tensor) else _Each(ys)
+
+
+def install() -> None:
+    """Let vmap of functions of global tensors be ours: torch asks nobody there."""
+    patched: Any = vmapping
+    patched._flat_vmap = wraps(torchs_flat_vmap)(_vmap)

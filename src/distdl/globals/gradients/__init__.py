@@ -1,0 +1,1 @@
+"""Backward, autograd functions of users, and checkpoints."""

@@ -1,0 +1,364 @@
+"""Autograd functions of a user's own (``torch.autograd.Function``), applied to global tensors and to weights.
+
+Their forward and their backward are code that calls functions of torch. Both get whole tensors, as in a program of one
+worker, so this code computes what it computes there, and moves what the functions that it calls move::
+
+    x, w  --forward-->  y         global tensors and plain ones, and no graph, as in torch
+    dy  --backward-->  dx, dw     the gradients that they mean, of which each worker takes its block
+
+A weight is one variable there, the same on every worker. Of weights alone, the results are plain, and enter.
+
+In the graph stands one node of blocks, which saves blocks. Many a backward computes its forward once more; random
+numbers in it are those that the forward drew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction, FunctionCtx
+
+from distdl.globals.functions.drawing import drawing, drawn_by
+from distdl.globals.gradients.parts import enter_results, variable_of
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.moving.adopting import split_beside
+from distdl.globals.moving.operands import part_of, whole
+from distdl.globals.tensor.block import check_unmixed
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.lineage import check_origin
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.replicas import Replica, plain_of
+from distdl.globals.tensor.table import REPLICATED, TABLE
+from distdl.nn.compiling import leave_uncompiled
+from distdl.tensors.function import Function
+
+_DERIVES = torch.autograd.Function.setup_context
+_ONCE = b"trying to differentiate twice a function that was marked with @once_differentiable"
+_REFUSAL = type(torch._C._functions.DelayedError(_ONCE, 1)(torch.ones((), requires_grad=True)).grad_fn)
+
+
+class Own(FunctionCtx):
+    """What such a function knows as ``ctx``.
+
+    Attributes:
+        saved_tensors: what it has saved; there while its backward runs.
+    """
+
+    saved_tensors: Any
+    # (as torch calls a backward: by one of its two names, and with a list where the function asks for one)
+    apply: Any = BackwardCFunction.apply
+    _get_user_fn: Any = BackwardCFunction._get_user_fn
+
+    def __init__(self, function: Any, needs_input_grad: tuple[bool, ...]) -> None:
+        self._forward_cls = function
+        self.needs_input_grad, self.requires_grad = needs_input_grad, any(needs_input_grad)
+        self._input_grad_buffers = (None,) * len(needs_input_grad)  # (no sums under way are shown: torch may do so)
+        self.to_save: Any = ()
+        self.non_differentiable: tuple[torch.Tensor, ...] = ()
+        self.materialize_grads = True
+
+    def set_output_grad_dtype(self, *dtypes: Any) -> None:
+        """Refuse what torch has since 2.14."""
+        raise NotImplementedError(
+            "ctx.set_output_grad_dtype of an autograd function of global tensors, or of weights of a distributed "
+            "model: convert the gradient in its backward, by dy.to(dtype)"
+        )
+
+    @property
+    def saved_variables(self) -> Any:
+        """The name of ``saved_tensors`` in code of old; layer norms of image restoration still have it."""
+        return self.saved_tensors
+
+
+def _may_be_written(x: Any) -> bool:
+    """Whether a function may make an argument global, as torchdiffeq makes its scratch (``scratch.data[i] = y``)."""
+    return type(x) is torch.Tensor and not x.requires_grad and x.layout is torch.strided
+
+
+def _input(x: torch.Tensor) -> torch.Tensor:
+    """A plain tensor or a copy as an input of the node; another tensor of the memory of one that may become global."""
+    return x.detach() if _may_be_written(x) else variable_of(x)
+
+
+class _Call:
+    """One call of such a function.
+
+    Attributes:
+        args: all arguments, until they have been used.
+        count: how many there are.
+        places: where tensors stand among them: the inputs of the node.
+        layouts: for each of these, its layout; None for a plain tensor.
+        shapes: the shapes of the whole tensors.
+        drawn: the random calls before this one.
+        drawn_by: of which world plain tensors draw in its forward.
+    """
+
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self.function, self.args, self.count = function, list(args), len(args)
+        self.places = [place for place, one in enumerate(args) if isinstance(one, torch.Tensor)]
+        tensors = [args[place] for place in self.places]
+        self.layouts = [one._layout if type(one) is GlobalTensor else None for one in tensors]
+        self.shapes = [one.shape for one in tensors]
+        graph = torch.is_grad_enabled()
+        self.own = Own(function, tuple(isinstance(one, torch.Tensor) and graph and one.requires_grad for one in args))
+        self.context = next(one._context for one in tensors if type(one) in (GlobalTensor, Replica))
+        self.draws = self.context.draws
+        self.drawn = self.draws.seed, self.draws.counted()
+        self.drawn_by = drawn_by()
+        self.single = True  # whether it gives one tensor, and no tuple
+        self.results: list[Any] = []  # its results; for a tensor, its layout, or Replica for a plain one
+        self.memories: dict[int, dict[str, Any]] = {}  # where in torch's memory the global ones lie
+
+    def inputs(self) -> list[torch.Tensor]:
+        tensors = [self.args[place] for place in self.places]
+        for one in tensors:
+            if type(one) is torch.Tensor:
+                check_origin(one, self.context)
+        return [block_of(one) if type(one) is GlobalTensor else _input(one) for one in tensors]
+
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
+        """Its results, and its arguments that are tensors."""
+        given = [_global(one, layout) for one, layout in zip(inputs, self.layouts, strict=True)]
+        args, self.args = self.args, []  # (what it does not save goes when nobody else has it)
+        for number, (place, one) in enumerate(zip(self.places, given, strict=True)):
+            if type(one) is GlobalTensor:
+                one.__dict__.update(_memory_of(args[place]))
+            elif _may_be_written(args[place]):
+                given[number] = args[place]
+            args[place] = given[number]
+        function, around = self.function, self.context.arguments
+        self.context.arguments = (*around, *filter(_may_be_written, args))
+        try:
+            if function.setup_context is _DERIVES:
+                y = function.forward(self.own, *args)
+            else:
+                y = function.forward(*args)
+                function.setup_context(self.own, tuple(args), y)
+        finally:
+            self.context.arguments = around
+        if getattr(self.own, "dirty_tensors", ()):
+            raise RuntimeError(
+                f"the autograd function {function.__name__} writes into an argument (ctx.mark_dirty), and what it "
+                "writes would not reach the global tensor, or the weight; return a new tensor"
+            )
+        self.single = not isinstance(y, tuple)
+        return [y] if self.single else list(y), given
+
+    def backward(self, saved: tuple[torch.Tensor | None, ...], gradients: Sequence[Any]) -> list[torch.Tensor | None]:
+        """The gradients of the inputs of the node."""
+        self.own.saved_tensors = saved
+        try:
+            with self.draws.again(*self.drawn), drawing(self.drawn_by):
+                found = self.own.apply(*gradients)
+        finally:
+            del self.own.saved_tensors
+        found = tuple(map(_refusing, found)) if isinstance(found, tuple) else (_refusing(found),)
+        self.check(found)
+        wanted = self.own.needs_input_grad
+        return [
+            self.gradient(found[place], layout, shape) if wanted[place] else None  # (of any shape: torch drops it)
+            for place, layout, shape in zip(self.places, self.layouts, self.shapes, strict=True)
+        ]
+
+    def check(self, gradients: tuple[Any, ...]) -> None:
+        """Check that a backward gives a tensor or None for each tensor, and None for all else, as torch does.
+
+        Raises: RuntimeError.
+        """
+        name = f"function {self.function.__name__}Backward returned"
+        if len(gradients) < self.count or any(one is not None for one in gradients[self.count :]):
+            raise RuntimeError(f"{name} an incorrect number of gradients (expected {self.count}, got {len(gradients)})")
+        for place, one in enumerate(gradients):
+            if one is None:
+                continue
+            if place not in self.places:
+                raise RuntimeError(
+                    f"{name} a gradient different than None at position {place + 1}, but the corresponding forward "
+                    "input was not a Variable"
+                )
+            if not isinstance(one, torch.Tensor):
+                raise RuntimeError(f"expected Variable or None (got {type(one).__name__})")
+
+    def gradients(self, given: Sequence[Any]) -> list[Any]:
+        """For each result, its whole gradient; given are blocks of those of tensors."""
+        rest = iter(given)
+        found = [next(rest) if kind is Replica or isinstance(kind, KnownLayout) else None for kind in self.results]
+        return [
+            one if one is None or kind is Replica else GlobalTensor._of(one, kind)
+            for one, kind in zip(found, self.results, strict=True)
+        ]
+
+    def blocks(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """The adjoint: for each result that is a tensor, its block of a gradient."""
+        kinds: list[Any] = [kind for kind in self.results if kind is Replica or isinstance(kind, KnownLayout)]
+        return tuple(
+            None if one is None else whole(one) if kind is Replica else part_of(one, kind, self.function.__name__)
+            for one, kind in zip(gradients, kinds, strict=True)
+        )
+
+    def gradient(self, value: Any, layout: KnownLayout | None, shape: torch.Size) -> torch.Tensor | None:
+        """Of an input: its block, or the whole of a plain one."""
+        if value is None:
+            return None
+        if value.shape != shape:  # (as torch does for what has been expanded)
+            value = value.sum_to_size(shape)
+        return whole(value) if layout is None else part_of(value, layout, self.function.__name__)
+
+
+def _global(block: torch.Tensor, layout: KnownLayout | None) -> torch.Tensor:
+    return block if layout is None else GlobalTensor._of(block, layout)
+
+
+def _refusing(gradient: Any) -> Any:
+    """A gradient of a function that is differentiable once: torch has let the whole tensor refuse a derivative."""
+    if type(gradient) is not GlobalTensor:
+        return gradient
+    with torch._C.DisableTorchFunctionSubclass():
+        refuses = type(gradient.grad_fn) is _REFUSAL
+    if not refuses:
+        return gradient
+    refusal = torch._C._functions.DelayedError(_ONCE, 1)
+    return GlobalTensor._of(refusal(gradient._block.detach().requires_grad_()), gradient._layout)
+
+
+def _memory_of(x: Any) -> dict[str, Any]:
+    """The attributes of a global tensor that say where in torch's memory it lies."""
+    return {name: x.__dict__[name] for name in ("_strides", "_offset") if name in x.__dict__}
+
+
+class _Applied(Function):
+    observed = True  # (it is a user's)
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results, given = call.forward(inputs)
+        pairs = zip(given, inputs, call.layouts, strict=True)  # (without those that have become global)
+        blocks = {id(one): block for one, block, at in pairs if (at is None) == (type(one) is not GlobalTensor)}
+        taken, layouts, outputs = set(blocks), {}, []
+        beside = [one for one in given if type(one) is GlobalTensor]
+        call.results, name = list(results), f"the autograd function {call.function.__name__}"
+        for place, result in enumerate(results):
+            if not isinstance(result, torch.Tensor):
+                continue
+            check_unmixed(name, (type(result), GlobalTensor if beside else Replica))
+            if type(result) is not GlobalTensor and (id(result) in taken or not beside):
+                call.results[place] = Replica
+                outputs.append(blocks.setdefault(id(result), plain_of(result)))
+                continue
+            # (a plain one follows from values alone: it is the same on every worker)
+            one = result if type(result) is GlobalTensor else split_beside(result, beside)
+            block = blocks[id(result)] if id(result) in blocks else block_of(one)
+            block = block.clone() if block._is_view() else block
+            block = block.detach() if any(one is other for other in given) and id(one) not in taken else block
+            blocks[id(result)] = block
+            layouts[id(result)] = call.results[place] = one._layout
+            call.memories[place] = _memory_of(one)
+            outputs.append(block)
+        own = call.own
+        ctx.call = call
+        ctx.kinds = [one._layout if type(one) is GlobalTensor else layouts.get(id(one)) for one in own.to_save]
+        ctx.save_for_backward(*(None if one is None else _block(one, blocks) for one in own.to_save))
+        ctx.mark_non_differentiable(*(blocks[id(one)] for one in own.non_differentiable if id(one) in blocks))
+        ctx.set_materialize_grads(own.materialize_grads)
+        own.to_save = own.non_differentiable = ()
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        saved = tuple(
+            None if one is None else _global(one, layout)
+            for one, layout in zip(ctx.saved_tensors, ctx.kinds, strict=True)
+        )
+        return None, *call.backward(saved, call.gradients(gradients))
+
+
+def _block(one: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
+    """What is saved of a tensor: of arguments and results, what is known of them."""
+    if id(one) in known:
+        return known[id(one)]
+    return block_of(one) if type(one) is GlobalTensor else one
+
+
+class _Node:
+    """The node of a result, as code of a user's sees it: its hooks get whole gradients, too."""
+
+    def __init__(self, node: Any) -> None:
+        self._node, self._call = node, node.call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def name(self) -> str:
+        return f"{self._call.function.__name__}Backward"
+
+    def register_prehook(self, hook: Callable[..., Any]) -> Any:
+        call = self._call
+
+        def on_blocks(gradients: tuple[Any, ...]) -> Any:
+            changed = hook(tuple(call.gradients(gradients)))
+            return None if changed is None else call.blocks(changed)
+
+        return self._node.register_prehook(on_blocks)
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        call = self._call
+
+        def on_blocks(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
+            found = zip(inputs, call.layouts, strict=True)  # (torch leaves out what is no tensor)
+            given = tuple(None if one is None else _global(one, layout) for one, layout in found)
+            changed = hook(given, tuple(call.gradients(outputs)))
+            if changed is None:
+                return None
+            kinds = zip(changed, call.layouts, call.shapes, strict=True)
+            return tuple(call.gradient(one, layout, shape) for one, layout, shape in kinds)
+
+        return self._node.register_hook(on_blocks)
+
+
+def _node(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The node of which a tensor is a result, ``grad_fn``."""
+    x = args[0]
+    node = block_of(x).grad_fn if type(x) is GlobalTensor else x.__dict__.get("_node", plain_of(x).grad_fn)
+    return _Node(node) if getattr(type(node), "_forward_cls", None) is _Applied else node
+
+
+_attribute: Any = torch.Tensor.grad_fn
+TABLE[_attribute.__get__] = REPLICATED[_attribute.__get__] = _node
+
+
+def _by_position(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments; those of a forward without ctx with their defaults, which its setup_context gets, too.
+
+    Raises: TypeError for an argument by name that does not stand behind the others.
+    """
+    first: tuple[Any, ...] = (None,) if function.setup_context is _DERIVES else ()  # (in the place of ctx)
+    if first and not kwargs:
+        return args
+    bound = signature(function.forward).bind(*first, *args, **kwargs)
+    if not first:
+        bound.apply_defaults()
+    if bound.kwargs:
+        raise TypeError(f"{function.__name__}.apply takes arguments by position; got {', '.join(bound.kwargs)} by name")
+    return bound.args[len(first) :]
+
+
+def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply an autograd function to arguments of which some are global tensors, or weights."""
+    call = _Call(function, _by_position(function, args, kwargs))
+    outputs = iter(_Applied.apply(call, *call.inputs()))
+    results: list[Any] = []
+    for place, kind in enumerate(call.results):
+        if isinstance(kind, KnownLayout):
+            results.append(GlobalTensor._of(next(outputs), kind))
+            results[-1].__dict__.update(call.memories[place])
+        else:
+            results.append(next(outputs) if kind is Replica else kind)
+    results = enter_results(results, call.context)
+    return results[0] if call.single else tuple(results)
+
+
+leave_uncompiled(apply_whole)

@@ -1,0 +1,195 @@
+r"""Batch normalisation in training as one autograd node: its derivative in closed form, one message each way.
+
+Each worker measures its block. The entries of all workers, mean and variance of each channel in float64, meet on every
+worker, in the same order, so all merge them alike and keep the same running statistics::
+
+    x --- measure --> entries ==all-gather==> merge --> mean, variance --> y = (x - mean) / sqrt(variance + eps) * w + b
+
+    dy --- sum --> db, dw ==all-sum==> S, G         dx = (w / s) (dy - S / n - (x - mean) / s * G / n),   s = sqrt(...)
+
+Where this derivative is itself differentiated, the steps of ``distdl.ops.normalisation`` compute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from distdl.exchange import Operator
+from distdl.geometry.boxes import runs, shape
+from distdl.globals.layouts.context import KnownLayout
+from distdl.ops.rows import Rows
+from distdl.plan.planning import all_sum
+from distdl.tensors.constants import Constant
+from distdl.tensors.derivatives import NONE, is_differentiated_forward
+from distdl.tensors.function import Function, gradients_of
+from distdl.transport import Label
+
+
+def fits(block: torch.Tensor, *rows: torch.Tensor | None) -> bool:
+    """Whether torch's kernels of the CPU can compute what the node does."""
+    dtype = block.dtype
+    return (
+        (block.is_cpu or block.is_meta)
+        and (dtype is torch.float32 or dtype is torch.float64)
+        and all(row is None or row.dtype is dtype for row in rows)
+        and not is_differentiated_forward()
+    )
+
+
+class BatchStatistics:
+    """How mean and variance of each channel come together, of tensors of one layout and dtype.
+
+    Attributes:
+        rows: how the kernels see this worker's block.
+        channels: how many there are.
+        count: the cells behind each mean.
+        shared: whether several workers have cells of a channel, no worker has only some channels, and there are as many
+            cells as a variance needs.
+    """
+
+    def __init__(self, layout: KnownLayout, dtype: torch.dtype) -> None:
+        context = layout.context
+        channels, dims = layout.extents[1], len(layout.extents)
+        cells = {
+            int(worker): prod(n for dim, n in enumerate(shape(layout[int(worker)])) if dim != 1)
+            for worker in layout.partition.workers.ravel()
+        }
+        filled = [cells.get(worker, 0) > 0 for worker in context.everyone]
+        everyone = context.world.workers.reshape(-1, 1, 1)
+        owned = context.layout(everyone, [runs(filled), ((0, 2),), ((0, channels),)])
+        entries = context.everywhere(owned.extents)
+        self._gather: Operator = context.moving(owned, entries, torch.float64, NONE, "batch_norm")
+        plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (2 * channels,)), context.me)
+        shapes = [(2 * channels,)]
+        # (with its length: some transports end the process where messages of two lengths meet)
+        label = Label("batch_norm", detail=layout)
+        self._sum = Operator(plan, context.comm, context.everyone, label, dtype, NONE, shapes, shapes)
+        self._own = owned.local
+        counts = [cells[worker] for worker in context.everyone if cells.get(worker, 0)]
+        self.count = sum(counts)
+        own, space = layout.local, range(2, dims)
+        rows = Rows.of(own, (1, channels, *[1] * len(space)), (0, *space), True, self.count)
+        assert rows is not None  # (they fit all channels)
+        self.rows = rows
+        self.derive = self._gather.derive
+        workers = layout.partition.workers
+        self.shared = workers.shape[1] == 1 and workers.size > 1 and self.count > 1
+        self._shares = Constant(torch.tensor(counts, dtype=torch.float64, device="cpu").div_(self.count))
+        self.channels = channels
+
+    @property
+    def history(self) -> int:
+        """What the workers have exchanged so far, as a number."""
+        return self._gather.history
+
+    @classmethod
+    def of(cls, layout: KnownLayout, dtype: torch.dtype) -> BatchStatistics:
+        found: BatchStatistics = layout.context.keep((cls, layout, dtype), lambda: cls(layout, dtype))
+        return found
+
+    def merged(self, entries: torch.Tensor | None, beside: torch.Tensor) -> torch.Tensor:
+        """Mean and variance of each channel of the whole tensor, on every worker, of what this block has of them."""
+        if entries is None:
+            entries = torch.zeros(self._own, dtype=torch.float64, device=beside.device)
+        means, variances = self._gather.execute(entries.view(self._own)).unbind(1)
+        shares = self._shares.on(means.device)
+        away = means - means[0]  # (of large means, what they have in common would round off what tells them apart)
+        shift = shares @ away
+        away -= shift
+        return torch.stack([means[0] + shift, shares @ variances.addcmul(away, away)])
+
+    def averages(self, sums: torch.Tensor) -> torch.Tensor:
+        """Minus their sums over all workers, per cell."""
+        total: torch.Tensor = self._sum.execute(sums.view(-1))
+        return total.div_(-self.count).view(2, self.channels)
+
+
+class Options(NamedTuple):
+    """What the node is told beside its tensors.
+
+    Attributes:
+        running: the running statistics, if there are any; momentum is the weight of the new batch in them.
+        steps: the same function of x, weight and bias in steps that are differentiable any number of times.
+    """
+
+    statistics: BatchStatistics
+    eps: float
+    running: tuple[torch.Tensor, torch.Tensor] | None
+    momentum: float
+    steps: Callable[..., torch.Tensor]
+
+
+def normalised(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
+) -> torch.Tensor:
+    """This worker's block of the result."""
+    y: torch.Tensor = _BatchNorm.apply(x, weight, bias, options)
+    return y
+
+
+class _BatchNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
+    ) -> torch.Tensor:
+        statistics, rows = options.statistics, options.statistics.rows
+        block, entries, far = None, None, False
+        ctx.began = statistics.history
+        if x.numel():
+            block = rows.of_block(x)
+            entries, far = rows.measure(block)
+        found = statistics.merged(entries, x)
+        if options.running is not None:
+            unbiased = options.momentum * statistics.count / (statistics.count - 1)
+            for one, new, part in zip(options.running, found, (options.momentum, unbiased), strict=True):
+                one.mul_(1 - options.momentum).add_(new, alpha=part)
+        mean, variance = found.to(x.dtype)
+        centre = mean if far else None
+        if far:
+            mean = (found[0] - mean).to(x.dtype)
+        ctx.options = options
+        ctx.save_for_backward(x, weight, bias, mean, variance, centre)
+        if block is None:
+            return torch.empty_like(x)
+        if centre is not None:
+            block = rows.less(block, centre)
+        y = rows.result(block, x.shape)
+        rows.apply(block, (mean, variance, options.eps), weight, bias, rows.beside(block, y))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # before any message, because a checkpoint recomputes here
+        x, weight, bias, mean, variance, centre = ctx.saved_tensors
+        options: Options = ctx.options
+        if ctx.needs_input_grad[0] or torch.is_grad_enabled():
+            options.statistics.derive(ctx.began)
+        if torch.is_grad_enabled():
+            return *gradients_of(options.steps, (x, weight, bias), ctx.needs_input_grad[:3], dy), None
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        statistics, by = options.statistics, (mean, variance, options.eps)
+        rows, dx = statistics.rows, None
+        if x.numel():
+            block = rows.of_block(x)
+            if centre is not None:
+                block = rows.less(block, centre)
+            rise = rows.beside(block, dy)
+            sums = rows.sums(block, rise, by)
+        else:
+            sums = x.new_zeros(2, statistics.channels)
+        dw, db = sums
+        if needs_x:
+            averages = statistics.averages(sums)
+            if x.numel():
+                scale = (variance + options.eps).rsqrt_()
+                if weight is not None:
+                    scale.mul_(weight)
+                factors = [scale, *averages.mul_(scale).unbind()]
+                dx = rows.to_block(rows.gradient(block, rise, by, factors), x.shape)
+            else:
+                dx = torch.empty_like(x)
+        return dx, dw if needs_weight else None, db if needs_bias else None, None

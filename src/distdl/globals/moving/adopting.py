@@ -1,0 +1,250 @@
+"""Global tensors that are written into plain ones: ``torch.zeros(...).scatter_(1, labels, 1)``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.utils import swap_tensors
+
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.moving.operands import entire, taken
+from distdl.globals.moving.standing import check_gradient, is_named, is_of_model
+from distdl.globals.tensor.block import relabel
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.replicas import Replica, assigned, entered, plain_of
+from distdl.globals.tensor.table import TABLE, name_of
+from distdl.globals.views.ties import PRUNING, lies_alone
+from distdl.tensors.connection import zeros_on
+
+
+def write(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, beside: Any, name: str | None = None
+) -> Any:
+    """Call a function that writes global tensors into a plain tensor.
+
+    A parameter, a buffer of a model, or a part of these, is written on every worker. So is ``buffer.data``, which has
+    the gradient of what is written, as in torch, where the buffer itself has none. Any other becomes global, so that it
+    can be written: it is the same on every worker, so each keeps its box of it, and it lies as the largest of the
+    global tensors does. So does the tensor of which it is a part. What was computed from parameters
+    (``mask_token.repeat(...)``) keeps its graph. Into a part, and where it must not become global, numbers (global
+    tensors without dims) are written on every worker.
+
+    Args:
+        target: the argument that is written.
+        beside: what it is written with; the global tensors in it.
+        name: of the function, in errors.
+    Returns: what the function returns: most often the target.
+    Raises: RuntimeError if others would not see what is written: if it shares its memory with another tensor, or has a
+        gradient; and for a parameter or buffer, if what is written has one.
+    """
+    called = name or name_of(func)
+    handler = TABLE.get(func, TABLE[None])
+    if not is_of_model(target, _largest(beside)._context):
+        why = why_not(target)
+        if why and _are_numbers((args, kwargs)):
+            given, named = map_tensors((args, kwargs), entire)
+            return func(*given, **named)
+        why = _adopt(target, beside)
+        if not why:
+            return handler(func, args, kwargs)
+        raise RuntimeError(
+            f"{called} would write what a global tensor says into a plain tensor, which is the same on every worker "
+            f"and cannot become global, because {why}. Make the tensor global before, by torch.zeros_like(x) of a "
+            f"global x or by distdl.distribute_tensor. {PRUNING}"
+        )
+    owner = target._base if type(target) is torch.Tensor and target._is_view() else target
+    copied = type(target) is Replica and not target.requires_grad  # (it is of the data of a parameter's copy)
+    alias = copied or (type(owner) is torch.Tensor and not is_named(owner, _largest(beside)._context))
+    if not alias:
+        check_gradient((target, beside), called)
+    made = _own_beside(plain_of(target).detach(), beside)
+    given = tuple([made if one is target else one for one in args])
+    y = handler(func, given, {key: made if one is target else one for key, one in kwargs.items()})
+    if alias and made.requires_grad and torch.is_grad_enabled():  # (it follows from what is written)
+        plain_of(target).copy_(entered(made.full_tensor(), made._context))
+        for one in {id(target): target, id(owner): owner}.values():
+            relabel(one, Replica, _context=made._context)
+        return target if y is made else y
+    with torch.no_grad():
+        plain_of(target).copy_(made.full_tensor())
+    return assigned(target) if y is made else y
+
+
+def _adopt(target: Any, beside: Any) -> str:
+    """Make a plain tensor global, and what it is a part of; gives why that must not be, or nothing if it is done."""
+    if type(target) is torch.Tensor and target._is_view() and _references_to_base(target) > _NO_OTHER:
+        return _adopt_both(target, target._base, beside)
+    why = why_not(target)
+    for one in _largest(beside)._context.arguments if why else ():  # (target.data of an argument is no view in torch)
+        if type(target) is type(one) is torch.Tensor and target is not one and target.data_ptr() == one.data_ptr():
+            return _adopt_both(target, one, beside, 1)
+    return why or _become(target, _own_beside(target, beside))
+
+
+def _become(target: torch.Tensor, made: torch.Tensor) -> str:
+    """Let one tensor be another, under all of its names; gives why that must not be, or nothing if it is done."""
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            swap_tensors(target, made)
+    except RuntimeError:
+        return "others refer to it"
+    return ""
+
+
+def _adopt_both(part: torch.Tensor, base: Any, beside: Any, others: int = 0) -> str:
+    """The same for a part of a plain tensor and this tensor, as in ``z[i] += x``, which writes into ``z[i]``.
+
+    Args:
+        others: how many other tensors may be in the memory.
+    """
+    index = _index_of(part, base)
+    if index is None or type(base) is not torch.Tensor or base.requires_grad or part.requires_grad:
+        return "it is a view of a tensor that requires a gradient, or no z[i] of integers and slices"
+    storage = base.untyped_storage()
+    # (one reference is the part's, one that of the tensor, one is ours)
+    if torch._C._storage_Use_Count(storage._cdata) > 3 + others or not storage.resizable():
+        return "it shares its memory with others than the tensor of which it is a view"
+    del storage
+    why = _become(part, torch.empty(0, device="cpu"))  # (as long as it is a view, the other one cannot become global)
+    if why:
+        return why
+    why = _become(base, _own_beside(base, beside))
+    return _become(part, base[index]) or why
+
+
+def _index_of(part: torch.Tensor, base: torch.Tensor) -> tuple[int | slice, ...] | None:
+    """The integers and slices that give a part of a contiguous tensor; None if none do."""
+    if part.dtype != base.dtype or part.is_conj() or part.is_neg() or not (part.numel() and base.is_contiguous()):
+        return None
+    offset, dims = int(part.storage_offset() - base.storage_offset()), list(zip(part.shape, part.stride(), strict=True))
+    index: list[int | slice] = []
+    for n, step in zip(base.shape, base.stride(), strict=True):
+        start, offset = divmod(offset, step)
+        if dims and dims[0][1] >= step:
+            extent, stride = dims.pop(0)
+            index.append(slice(start, start + (extent - 1) * (stride // step) + 1, stride // step))
+        else:
+            index.append(min(start, n - 1))
+    return tuple(index) if base[tuple(index)].is_set_to(part) else None
+
+
+def _are_numbers(values: Any) -> bool:
+    """Whether all global tensors in a structure are without dims and a gradient: every worker can have them whole."""
+    recorded = torch.is_grad_enabled()
+    found = [one for one in tensors_in(values) if type(one) is GlobalTensor]
+    return all(not one.dim() and not (recorded and one.requires_grad) for one in found)
+
+
+def _own_beside(plain: torch.Tensor, beside: Any) -> GlobalTensor:
+    """The same as :func:`split_beside`, with memory of its own."""
+    made = split_beside(plain, beside)
+    made._block = made._block.clone()
+    return made
+
+
+def split_beside(plain: torch.Tensor, beside: Any) -> GlobalTensor:
+    """A tensor that is the same on every worker, as a global one: it lies as the largest of others does."""
+    layout = _beside(_largest(beside)._layout, tuple(plain.shape))
+    if not layout.active:
+        return GlobalTensor._of(zeros_on(entered(plain, layout.context), layout.local), layout)
+    return GlobalTensor._of(taken(plain, layout), layout)
+
+
+def _largest(beside: Any) -> GlobalTensor:
+    found = (one for one in tensors_in(beside) if type(one) is GlobalTensor)
+    return max(found, key=lambda one: one.numel())
+
+
+def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that writes its results into tensors that are given: they are computed, and copied there.
+
+    Raises: RuntimeError if one of these is of another shape or dtype than its result, or requires a gradient.
+    """
+    out = kwargs["out"]
+    name = name_of(func)
+    y = func(*args, **{key: value for key, value in kwargs.items() if key != "out"})
+    results = (y,) if isinstance(y, torch.Tensor) else tuple(y)
+    has_derivative = any(one.is_floating_point() or one.is_complex() for one in results)
+    if has_derivative and torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in((args, kwargs))):
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
+            "arguments requires grad."
+        )
+    for target, result in zip((out,) if isinstance(out, torch.Tensor) else out, results, strict=True):
+        if target.dtype != result.dtype:
+            raise RuntimeError(f"{name} needs out= of the result's dtype {result.dtype}; got one of {target.dtype}")
+        if not target.numel() and type(target) is GlobalTensor is type(result):
+            target._block, target._layout, target._strides = result._block.to(target.dtype), result._layout, ()
+            lies_alone(target)
+            continue
+        if not target.numel() and type(target) is torch.Tensor:
+            target.resize_(result.shape)
+        if target.shape != result.shape:
+            raise RuntimeError(
+                f"{name} needs out= of the result's shape {tuple(result.shape)}; got one of shape {tuple(target.shape)}"
+            )
+        if type(result) is GlobalTensor and type(target) is not GlobalTensor:
+            write(torch.Tensor.copy_, (target, result), {}, target, result, name)
+        else:
+            with torch.no_grad():
+                target.copy_(result)
+    return out
+
+
+TABLE["out"] = write_out
+
+
+def why_not(target: Any) -> str:
+    """Why a plain tensor must not become global; empty if it may."""
+    replica = type(target) is Replica and "_plain" in target.__dict__  # (and no tensor that has become a copy itself)
+    if type(target) not in (torch.Tensor, Replica):
+        return f"it is a {type(target).__name__}"
+    if target.requires_grad and type(target) is torch.Tensor:
+        return "it requires a gradient"
+    if "_since" in target.__dict__:
+        return 'it is a weight in shares, which a forward may only read unless it is distributed with "replicated"'
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = target._plain if replica else target
+        view = plain._is_view()
+        if view and (replica or _references_to_base(plain) > _NO_OTHER):
+            return "it is a view of another tensor"
+        storage = plain.untyped_storage()
+    # (one reference is the tensor's, one that of the replica that it is or of what it is a view of, one is ours)
+    if torch._C._storage_Use_Count(storage._cdata) > 2 + replica + view or not storage.resizable():
+        return "it shares its memory with another tensor or with an array"
+    return ""
+
+
+def _references_to_base(view: torch.Tensor) -> int:
+    """How many references there are to what a tensor is a view of."""
+    base = view._base
+    return sys.getrefcount(base)
+
+
+_NO_OTHER = _references_to_base(torch.empty(1, device="cpu").view(1))  # (as of ``torch.zeros(6).view(2, 3)``)
+
+
+def _beside(like: KnownLayout, extents: tuple[int, ...]) -> KnownLayout:
+    """How a tensor of a shape lies beside another: dims of equal extent are split alike."""
+
+    def make() -> KnownLayout:
+        context, workers = like.context, like.partition.workers
+        dims = len(like.extents)
+        if len(extents) == dims:
+            return like.resized(extents)
+        pairs, first = [-1] * len(extents), 0  # for each dim, that of the other tensor with its extent, in their order
+        for dim, n in enumerate(extents):
+            match = next((k for k in range(first, dims) if like.extents[k] == n), None)
+            if match is not None:
+                pairs[dim], first = match, match + 1
+        places = [workers.shape[k] if k >= 0 else 1 for k in pairs]
+        rest = [k for k in range(dims) if k not in pairs]
+        # (dims that it has not: their first place has it all)
+        kept = workers[tuple(0 if k in rest else slice(None) for k in range(dims))]
+        intervals = [like.intervals[k] if k >= 0 else ((0, n),) for k, n in zip(pairs, extents, strict=True)]
+        return context.layout(kept.reshape(places), intervals)
+
+    return like.context.keep(("adopted", like, extents), make)

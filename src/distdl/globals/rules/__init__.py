@@ -1,0 +1,1 @@
+"""What many functions have in common, and the fallback to one worker."""

@@ -1,0 +1,228 @@
+"""What is done about a function that has no op: it runs on one worker, on the whole tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from distdl.geometry.boxes import Shape
+from distdl.globals.layouts.context import Context, KnownLayout
+from distdl.globals.moving.adopting import write
+from distdl.globals.moving.entry import value_of
+from distdl.globals.moving.operands import moved, moved_block
+from distdl.globals.rules.apart import Apart, failure_of, raise_failure
+from distdl.globals.rules.outcome import Described, Outcome, observed
+from distdl.globals.tensor.global_tensor import GlobalTensor, is_leaf
+from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.replicas import Replica, entered, plain_of
+from distdl.globals.tensor.table import TABLE, name_of, writes
+from distdl.globals.views.ties import check_apart, lies_alone, note_copied, note_written
+from distdl.globals.views.writes import Writes
+from distdl.partition.groups import IntArray
+from distdl.partition.sharing import broadcast_value
+from distdl.tensors.dtypes import DTYPES
+from distdl.tensors.memory import without_memory
+from distdl.transport.callsite import current_place, users_call
+
+
+class Fallback(NamedTuple):
+    """A call that ran on one worker.
+
+    Attributes:
+        function: of torch.
+        path: of the module that called it; empty outside of a distributed model.
+        nbytes: of the whole tensors that came together, in bytes.
+    """
+
+    function: str
+    path: str
+    nbytes: int
+
+
+def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Bring the tensors together on one worker, call torch's function there, and split its results.
+
+    Raises: NotImplementedError, under ``fallback="error"``; and on every worker what torch raises on that one.
+    """
+    if args and isinstance(args[0], torch.Tensor) and type(args[0]) is not GlobalTensor and writes(func, kwargs):
+        return write(func, args, kwargs, args[0], (args, kwargs))
+    found = [one for one in tensors_in((args, kwargs)) if type(one) is GlobalTensor]
+    first = found[0]
+    context, worker, name = first._context, int(first._layout.partition.workers.flat[0]), name_of(func)
+    _announce(context, name, found)
+    apart = Apart(context, worker, name)
+    in_place = writes(func, kwargs)
+    gathered = {id(one): apart.takes(_gathered(one, worker, name, in_place), is_leaf(one)) for one in found}
+
+    beside: list[torch.Tensor] = []  # the tensors that every worker has
+
+    def plain(one: torch.Tensor) -> Any:
+        if type(one) is GlobalTensor:
+            return gathered[id(one)]
+        beside.append(plain_of(one))
+        return apart.takes(entered(one, context)) if type(one) is Replica or one.requires_grad else one
+
+    given, named = map_tensors((args, kwargs), plain)
+    inputs = [gathered[id(one)] for one in found]
+    failure, told = None, None
+    values: list[torch.Tensor] = []
+    if context.me == worker:
+        try:
+            with apart.runs():
+                values, told = _observed(func, given, named, inputs, beside)
+        except Exception as problem:
+            failure = failure_of(problem)
+    if not context.comm.imagined:
+        call = f"{name} of a global tensor"
+        failure, told = broadcast_value(context.comm, context.everyone, call, worker, (failure, told))
+    elif context.me != worker:
+        told = _imagine(func, given, named, inputs, found)
+    raise_failure(failure, name, worker)
+    assert told is not None
+    outcome = Outcome(*told)
+    for place in outcome.beside:
+        _share(beside[place], context, worker, name)
+    tensors = [Described(*one) for one in outcome.tensors]
+    if context.me != worker:
+        held = [(context.whole(one.shape, worker).local, DTYPES[one.dtype]) for one in tensors]
+        values = [torch.zeros(local, dtype=dtype, device=inputs[0].device) for local, dtype in held]
+    curved = [place for place, one in enumerate(tensors) if one.gradient]
+    for place, value in zip(curved, apart.gives([values[place] for place in curved]), strict=True):
+        values[place] = value
+    spread = [_spread(one, value, worker, found, name) for one, value in zip(tensors, values, strict=True)]
+    return outcome.filled(spread)
+
+
+def _observed(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: Sequence[torch.Tensor],
+    beside: Sequence[torch.Tensor] = (),
+) -> tuple[list[torch.Tensor], Outcome]:
+    """Call a function: the tensors that it gives, and what the others are told."""
+    writes_seen = Writes(func, [*inputs, *beside])
+    result = func(*args, **kwargs)
+    return observed(result, inputs, beside, writes_seen)
+
+
+def _gathered(x: GlobalTensor, worker: int, name: str, in_place: bool) -> torch.Tensor:
+    """A tensor on the worker that computes: contiguous and alone in memory, for the function may ask for strides.
+
+    Where that writes in place, it is not a block, which is written later.
+    """
+    y = moved(x, x._context.whole(x.shape, worker), name)
+    lies_so = y.is_contiguous() and y.untyped_storage().nbytes() == y.numel() * y.itemsize
+    return y if lies_so and not (y is x._block and in_place) else y.clone(memory_format=torch.contiguous_format)
+
+
+def _share(plain: torch.Tensor, context: Context, worker: int, name: str) -> None:
+    """Bring what one worker has written into a tensor that all of them have to the others."""
+    owned = context.whole(tuple(plain.shape), worker)
+    block = plain.detach() if context.me == worker else torch.zeros(owned.local, dtype=plain.dtype, device=plain.device)
+    whole = value_of(block, owned, name)
+    if context.me != worker:
+        with torch.no_grad():
+            plain.copy_(whole)
+
+
+def _imagine(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: Sequence[torch.Tensor],
+    found: list[GlobalTensor],
+) -> Outcome:
+    """What the worker that runs a function would tell the others, where it is not there.
+
+    Args:
+        inputs: what this worker has of the tensors that are found among the arguments.
+    """
+
+    def imagined(one: torch.Tensor) -> torch.Tensor:
+        return whole.get(id(one), one if one.layout is torch.strided else without_memory(one))
+
+    with _disable_current_modes():
+        whole = {
+            id(one): torch.empty(x.shape, dtype=x.dtype, device="meta").requires_grad_(x.requires_grad).clone()
+            for one, x in zip(inputs, found, strict=True)
+        }
+        given, named = map_tensors((args, kwargs), imagined)
+        return _observed(func, given, named, [whole[id(one)] for one in inputs])[1]
+
+
+def _spread(
+    described: Described, value: torch.Tensor, worker: int, found: list[GlobalTensor], name: str
+) -> GlobalTensor:
+    """A result, which one worker has, split over the workers of the first argument."""
+    extents, context = described.shape, found[0]._context
+    x = found[described.same] if described.same >= 0 else None
+    if x is not None and not described.written:
+        return x
+    owned, resized = context.whole(extents, worker), x is None or x.shape != extents
+    split = split_like(context, extents, found[0]._layout.partition.workers) if x is None or resized else x._layout
+    target = split if owned.rulers else owned
+    block = moved_block(value, owned, target, name)
+    if x is None:
+        if described.view >= 0:  # (it may have stayed in the memory of a block, whose writes the others do not see)
+            block = block.clone()
+        y = GlobalTensor._of(block, target)
+        if described.strides:
+            y._strides = described.strides
+        if described.view >= 0:  # what is written into it would not reach the tensor that it is a view of
+            note_copied(found[described.view], y, placed=False)
+        return y
+    if resized:
+        if not x.is_contiguous():
+            raise RuntimeError(
+                f"{name} resizes a global tensor in the order of its memory, which is not that of its dims; call "
+                ".contiguous() first"
+            )
+        x._block, x._layout, x._strides = block, target, ()
+        lies_alone(x)
+    elif block is not x._block:
+        check_apart(x, name)
+        # (into a leaf, torch writes without a gradient only)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not (x._block.requires_grad and is_leaf(x))):
+            x._block.copy_(block)
+    note_written(x, name)
+    return x
+
+
+def split_like(context: Context, extents: Shape, workers: IntArray) -> KnownLayout:
+    """An even split of a new tensor over the workers of another: over the same axes if it has as many dims."""
+    if workers.ndim == len(extents):
+        return context.balanced(workers, extents)
+    if not extents:
+        return context.whole(extents, int(workers.flat[0]))
+    longest = extents.index(max(extents))
+    return context.balanced(workers.reshape([-1 if dim == longest else 1 for dim in range(len(extents))]), extents)
+
+
+def _announce(context: Context, name: str, found: list[GlobalTensor]) -> None:
+    path, mode = current_place()
+    nbytes = sum(prod(one.shape) * one.dtype.itemsize for one in found)
+    where = f"{path}: " if path else ""
+    if mode == "error":
+        raise NotImplementedError(
+            f"{where}{name} has no op for global tensors, and fallback='error' forbids to bring {nbytes} bytes "
+            "together on one worker; enter one with distdl.register, or use distdl.local_map"
+        )
+    frame, level = users_call()
+    site = (name, path, frame.f_code.co_filename, frame.f_lineno)
+    context.fallbacks.setdefault(site, Fallback(name, path, nbytes))
+    if mode == "warn" and site not in context.warned:
+        context.warned.add(site)
+        warnings.warn(
+            f"{where}{name} has no op for global tensors: {nbytes} bytes come together on one worker, which computes "
+            f"it alone (called at {frame.f_code.co_filename}:{frame.f_lineno})",
+            stacklevel=level,
+        )
+
+
+TABLE[None] = fall_back

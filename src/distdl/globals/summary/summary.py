@@ -1,0 +1,303 @@
+"""What a model will need and send over a partition, said before anything runs; and which partition suits it best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from distdl.environment.types import Count, judge
+from distdl.globals.models.copies import Parameters
+from distdl.globals.summary.rehearsal import GRADIENTS, Rehearsal, Row, in_bytes, rehearse
+from distdl.nn.module import Module
+from distdl.partition import Partition
+from distdl.partition.arguments import Split, checks_arguments
+from distdl.workers.worlds import opened
+
+Shape = Sequence[int]
+_COUNTED = (
+    "peak counts the tensors of one forward and backward: inputs, weights, their gradients, activations and messages; "
+    "it does not count the loss, the optimiser's state, what torch's operators use inside, and freed memory that the "
+    "process keeps"
+)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of a whole forward and backward on one worker.
+
+    Attributes:
+        peak: the most bytes of tensors that it holds at once: weights and their gradients, activations, messages.
+        weights: bytes of parameters and buffers.
+        activations: bytes that are saved for backward.
+        forward, backward: messages that it sends, and the bytes in them.
+    """
+
+    peak: int
+    weights: int
+    activations: int
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+    @classmethod
+    def of(cls, rehearsal: Rehearsal) -> Totals:
+        rows = rehearsal.rows
+
+        def added(name: str) -> tuple[int, int]:
+            return sum(getattr(row, name)[0] for row in rows), sum(getattr(row, name)[1] for row in rows)
+
+        return cls(
+            rehearsal.peak,
+            sum(row.weights for row in rows),
+            sum(row.activations for row in rows),
+            added("forward"),
+            added("backward"),
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What each module of a model needs and sends on one worker. Its text is a table.
+
+    Attributes:
+        worker: the number of the worker.
+        grid: over how many workers each dim of the input is split.
+        rows: the modules that do anything by themselves, and the sum of the gradients of weights.
+        totals: of this worker.
+        sequential: of the same model on one worker.
+    """
+
+    worker: int
+    grid: tuple[int, ...]
+    rows: tuple[Row, ...]
+    totals: Totals
+    sequential: Totals
+
+    @property
+    def falls_back(self) -> tuple[Row, ...]:
+        """The modules that call functions that run on one worker."""
+        return tuple(row for row in self.rows if row.falls_back)
+
+    def __str__(self) -> str:
+        head = ["module", "output", "split", "block", "activations", "weights", "forward", "backward", ""]
+        cells = [
+            [
+                f"{row.path or '(model)'} {'' if row.path == GRADIENTS else row.kind}".rstrip(),
+                _dims(row.shape),
+                _dims(row.split),
+                _dims(row.block),
+                in_bytes(row.activations),
+                in_bytes(row.weights),
+                _sent(row.forward),
+                _sent(row.backward),
+                "; ".join(row.notes),
+            ]
+            for row in self.rows
+        ]
+        for name, one in ((f"worker {self.worker}", self.totals), ("sequential", self.sequential)):
+            own = [f"{name}, peak {in_bytes(one.peak)}", "", "", "", in_bytes(one.activations), in_bytes(one.weights)]
+            cells.append([*own, _sent(one.forward), _sent(one.backward), ""])
+        widths = [max(len(line[place]) for line in (head, *cells)) for place in range(len(head))]
+        left = {0, len(head) - 1}
+
+        def line(values: Sequence[str]) -> str:
+            return "  ".join(
+                value.ljust(width) if place in left else value.rjust(width)
+                for place, (value, width) in enumerate(zip(values, widths, strict=True))
+            ).rstrip()
+
+        ruler = "-" * min(sum(widths) + 2 * len(widths), 120)
+        return "\n".join([line(head), ruler, *map(line, cells[:-2]), ruler, *map(line, cells[-2:]), _COUNTED])
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A way to split a model's input.
+
+    Attributes:
+        grid: over how many workers each dim of the input is split.
+        peak: bytes of tensors that a worker holds at once, on the one of the two that were looked at that holds most.
+        sent: bytes that it sends in a forward and backward, likewise.
+        falls_back: functions that run on one worker.
+        error: why the model cannot be distributed so; empty if it can.
+    """
+
+    grid: tuple[int, ...]
+    peak: int
+    sent: int
+    falls_back: tuple[str, ...] = ()
+    error: str = ""
+
+
+class Suggestions(tuple[Suggestion, ...]):
+    """Ways to split a model's input, the best first. Its text is a table."""
+
+    def __str__(self) -> str:
+        rows = [f"{'split':>14} {'peak':>10} {'sent':>10}"]
+        for one in self:
+            if one.error:
+                rows.append(f"{_dims(one.grid):>14} {'-':>10} {'-':>10}  {one.error}")
+                continue
+            told = f"  on one worker: {', '.join(one.falls_back)}" if one.falls_back else ""
+            rows.append(f"{_dims(one.grid):>14} {in_bytes(one.peak):>10} {in_bytes(one.sent):>10}{told}")
+        return "\n".join(rows)
+
+
+@checks_arguments
+def summary(
+    model: torch.nn.Module,
+    P: Split,
+    input_shape: Any,
+    *,
+    worker: int | None = None,
+    dtype: torch.dtype | None = None,
+    backward: bool = True,
+    **options: Any,
+) -> Summary:
+    """Say what a model will need and send when it is distributed. That needs neither memory nor messages.
+
+    The model's own code runs on meta tensors, through the ops that will really run; so it must not decide on values of
+    tensors. Any worker may call it by itself, and so may a process that was started alone.
+
+    Args:
+        model: any torch module; it is not changed. Whether it trains or evaluates counts.
+        P: the partition of its inputs; or the shape of a grid of workers. They are those of :func:`distdl.world`, if it
+            has been opened and has as many; else they need not be there.
+        input_shape: the global shape of its input; or a tensor of that shape and dtype, of which nothing is read; or a
+            list of shapes and tensors, if it takes several.
+        worker: which one to look at; if not given, this one, or the first of P if this one is not in it.
+        dtype: of inputs for which a shape is given; that of the model's parameters if not given.
+        backward: whether a backward follows the forward. (It needs parameters that require gradients.)
+        options: those of ``distribute``.
+    Returns: a value; print it for a table.
+    Raises: ValueError for a worker that is not there, and for a model that is distributed already or has modules of
+        ``distdl.nn``, which exchange messages; what the model raises on tensors of such shapes.
+    """
+    _check(model, "summary")
+    workers, size, me = _workers(P)
+    if isinstance(worker, bool) or (worker is not None and not 0 <= worker < size):
+        raise ValueError(f"summary needs a worker from 0 to {size - 1}; got {worker}")
+    if worker is None:
+        worker = me if me in workers else int(workers.flat[0])
+    inputs = _inputs(model, input_shape, dtype)
+    rehearsal = rehearse(model, workers, size, worker, inputs, backward, **options)
+    rows = tuple(row for row in rehearsal.rows if row.works)
+    alone = Totals.of(rehearse(model, np.zeros((1,), dtype=int), 1, 0, inputs, backward))
+    return Summary(worker, tuple(workers.shape), rows, Totals.of(rehearsal), alone)
+
+
+@checks_arguments
+def suggest(
+    model: torch.nn.Module,
+    workers: int | Split,
+    input_shape: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    backward: bool = True,
+    **options: Any,
+) -> Suggestions:
+    """Try every way to split a model's (first) input over a number of workers, without running it.
+
+    Of each grid two workers are looked at: the first, which has the largest block and what runs on one worker, and the
+    one in the middle, which has most neighbours. A dim is not split over more workers than it has cells.
+
+    Args:
+        workers: how many; or a partition or a shape of as many, of which all other shapes are tried, too.
+        others: as of :func:`summary`.
+    Returns: the grids, least memory first; where that is equal, fewest bytes first. Those that cannot be come last.
+    Raises: ValueError if there is no way, and for models that :func:`summary` refuses.
+    """
+    _check(model, "suggest")
+    count: Any = workers if judge(int)(workers) else _workers(workers)[0].size
+    if count < 1:
+        raise ValueError(f"suggest needs at least 1 worker; got {count}")
+    inputs = _inputs(model, input_shape, dtype)
+    extents = tuple(inputs[0].shape)
+    grids = list(_factorisations(count, extents))
+    if not grids:
+        raise ValueError(f"suggest finds no grid of {count} workers for an input of {_dims(extents)}")
+    found = [_tried(model, grid, inputs, backward, options) for grid in grids]
+    return Suggestions(sorted(found, key=lambda one: (bool(one.error), one.peak, one.sent, one.grid)))
+
+
+def _check(model: torch.nn.Module, asked: str) -> None:
+    for path, child in model.named_modules():
+        if isinstance(child._parameters, Parameters):
+            raise ValueError(
+                f"{asked} needs a model that is not distributed yet, and distributes a copy; this "
+                f"{type(model).__name__} is. Ask before distribute, or of another model of its kind; for its weights, "
+                "pass weights= as there"
+            )
+        if isinstance(child, Module):
+            raise ValueError(
+                f"{asked} needs a model of torch's own modules, as it sends no message; "
+                f"{f'its {path}' if path else 'this'} is a {type(child).__name__} of distdl.nn, which works on workers "
+                "that are there"
+            )
+
+
+def _tried(
+    model: torch.nn.Module,
+    grid: tuple[int, ...],
+    inputs: Sequence[torch.Tensor],
+    backward: bool,
+    options: dict[str, Any],
+) -> Suggestion:
+    workers = np.arange(prod(grid)).reshape(grid)
+    middle = int(workers[tuple(n // 2 for n in grid)])
+    try:
+        seen = [
+            rehearse(model, workers, workers.size, worker, inputs, backward, **options)
+            for worker in sorted({0, middle})
+        ]
+    except Exception as error:  # whatever the model's code raises on such a grid
+        return Suggestion(grid, 0, 0, error=f"{type(error).__name__}: {error}")
+    totals = [Totals.of(one) for one in seen]
+    fallen = dict.fromkeys(name for row in seen[0].rows for name in row.falls_back)
+    return Suggestion(
+        grid, max(one.peak for one in totals), max(one.forward[1] + one.backward[1] for one in totals), tuple(fallen)
+    )
+
+
+def _workers(P: Any) -> tuple[Any, int, int]:
+    """The workers as an array, how many there are in their world, and the number of this one."""
+    if not isinstance(P, Partition):
+        if min(P, default=0) < 1:
+            raise ValueError(f"a grid of workers needs at least 1 along each axis; got {tuple(P)}")
+        count, known = prod(P), opened()
+        if known is None or known.workers.size != count:
+            return np.arange(count).reshape(tuple(P)), count, 0
+        P = known.reshape(tuple(P))
+    return P.workers, P.comm.size, P.comm.rank
+
+
+def _inputs(model: torch.nn.Module, given: Any, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    listed = [given] if isinstance(given, torch.Tensor) or judge(Sequence[int])(given) else given
+    if not judge(Sequence[torch.Tensor | Sequence[Count]])(listed):
+        raise ValueError(f"input_shape needs whole numbers, at least 0, or tensors; got {given!r}")
+    if dtype is None:
+        parameters = (one.dtype for one in model.parameters() if one.dtype.is_floating_point or one.dtype.is_complex)
+        dtype = next(parameters, torch.get_default_dtype())
+    return [
+        one if isinstance(one, torch.Tensor) else torch.empty(tuple(one), dtype=dtype, device="meta") for one in listed
+    ]
+
+
+def _factorisations(n: int, most: Shape) -> Iterator[tuple[int, ...]]:
+    """The grids of n workers with at most so many along each axis."""
+    divisors = [[k for k in range(1, min(n, extent) + 1) if n % k == 0] for extent in most]
+    return (grid for grid in product(*divisors) if prod(grid) == n)
+
+
+def _dims(shape: Sequence[int] | None) -> str:
+    return "-" if shape is None else "x".join(map(str, shape)) or "()"
+
+
+def _sent(counted: tuple[int, int]) -> str:
+    messages, nbytes = counted
+    return f"{messages} of {in_bytes(nbytes)}" if messages else "-"

@@ -1,0 +1,1 @@
+"""The types: global tensors, replicas and blocks; and the table from functions to handlers."""

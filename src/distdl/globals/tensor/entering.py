@@ -1,0 +1,366 @@
+r"""Entering: what every worker has whole becomes each worker's own copy, and the parts of its gradient add up.
+
+A plain tensor beside a global one is one variable, equal on all workers. Each worker computes with its own copy, so
+each gets a part of the gradient; the gradient of the variable is the sum of the parts:
+
+.. math:: w_t = w, \qquad \partial w = \sum_t \partial w_t
+
+*Entering* is the first map, and *leaving* the second, its adjoint. Each is the adjoint of the other, so entering moves
+nothing, and its backward is one all-sum of all tensors that entered together, packed as one message.
+
+Where there are several messages, tensors enter in two nodes. Autograd runs the nodes of a backward in the opposite
+order of that in which the forward made them, so a message is under way while the nodes between run::
+
+    w ----- enter -----> ... the forward goes on ... ----- use -----> copies, just before the first of them is read
+
+    dw <-- wait, add --- ... the backward goes on ... <-- send ------ parts, once all of them are there
+
+Nothing depends on where in its backward a worker sends (one may have read a weight before the others did): each message
+has a tag of its own, which no exchange in between can have, and is counted among the exchanges where it is waited for,
+which is in one order on all workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import record_function
+
+from distdl.exchange import Operator
+from distdl.exchange.packing import Packing
+from distdl.globals.layouts.context import Context
+from distdl.globals.tensor.checksums import BITS
+from distdl.globals.tensor.comparing import Look
+from distdl.plan.planning import all_sum
+from distdl.tensors.constants import Constant
+from distdl.tensors.derivatives import NONE, is_checkpointed
+from distdl.tensors.function import Function
+from distdl.tensors.memory import as_dense, empty, readable
+from distdl.transport import Label
+from distdl.transport.calls import LAST_TAG
+from distdl.transport.communicator import Pending
+
+_SUM = "gradients of replicated tensors"
+_AHEAD = 64 << 20  # bytes of sums that are under way at most, before anybody waits for them
+
+
+class Which(NamedTuple):
+    """Which parameters of a model enter together.
+
+    Attributes:
+        places: theirs among all of the model, growing.
+        path: of the smallest module that has all of them.
+    """
+
+    places: tuple[int, ...] = ()
+    path: str = ""
+
+
+_OTHERS = Which()  # of none, or not known
+
+
+def enter(
+    context: Context,
+    tensors: Sequence[torch.Tensor],
+    compared: Look | None = None,
+    which: Which = _OTHERS,
+    recomputed: bool = True,
+) -> tuple[torch.Tensor, ...]:
+    """This worker's own copies of plain tensors of one dtype, whose gradients travel as one message.
+
+    Args:
+        compared: of which bits go with the gradients.
+        which: if they are parameters of a model. Where workers differ in which enter (as one does that has frozen
+            another layer), their messages never meet.
+        recomputed: whether a checkpoint in which they enter makes that anew, too.
+    """
+    if len(context.everyone) == 1:
+        return tuple(tensors)
+    total = _Sum.of(context, tensors, compared, which)
+    way = _Way(total, compared, tensors[0].device)
+    way.recomputed = recomputed
+    copies: tuple[torch.Tensor, ...] = _Enter.apply(way, *tensors)
+    return copies
+
+
+def leave(
+    context: Context, tensors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """The sums over all workers of parts of gradients by tensors of one dtype; none of which nobody has a part."""
+    totals: tuple[torch.Tensor | None, ...] = _Leave.apply(_Sum.of(context, tensors), None, tensors[0].device, *parts)
+    return totals
+
+
+def enter_apart(
+    context: Context, buckets: Sequence[tuple[Sequence[torch.Tensor], Which]], compared: Look | None
+) -> list[Callable[[], tuple[torch.Tensor, ...]]]:
+    """Several times parameters that enter together now, and which these are; each has a message of its own.
+
+    Their gradients travel while the backward goes on between the use of the copies and here.
+
+    Args:
+        compared: of which bits go with each, for a backward may come to any of them, and to no other.
+    Returns: for each, what gives this worker's own copies. It is called once.
+    """
+    ways = [_Way(_Sum.of(context, tensors, compared, which), compared, tensors[0].device) for tensors, which in buckets]
+    on_host = all(way.device.type in ("cpu", "meta") for way in ways)  # (others would wait for the device)
+    if on_host and context.comm.watch is None:  # (which lets nothing be sent before all have said what)
+        first = ways[0].began  # what follows from all labels: messages of workers that differ in one never meet
+        for way in ways:
+            first = (first ^ way.total.operator.label.mark) * 5
+        for place, way in enumerate(ways):
+            way.tag = LAST_TAG + 1 + ((first + place) & LAST_TAG)
+    return [partial(_use, way, _Enter.apply(way, *tensors)) for way, (tensors, _) in zip(ways, buckets, strict=True)]
+
+
+def _use(way: _Way, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    with torch.enable_grad():
+        copies: tuple[torch.Tensor, ...] = _Use.apply(way, *tensors)
+    return copies
+
+
+def settle(context: Context) -> None:
+    """Wait for the messages of backwards that have failed on every worker."""
+    if torch._C._current_graph_task_id() == -1:  # (else they may be those of a backward that goes on)
+        # (messages of two rounds are waited for in one order on all workers, wherever each worker has sent them)
+        for begun in sorted(context.under_way.values(), key=lambda begun: begun.tag):
+            context.comm.where = begun.label
+            begun.pending.wait()
+        context.under_way.clear()
+
+
+class _Sum:
+    """The sum of tensors over all workers, as one message."""
+
+    def __init__(
+        self,
+        context: Context,
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        bits: int,
+        which: Which,
+    ) -> None:
+        # behind the tensors goes how many workers have a gradient of each: one that nobody has stays none
+        structure = (*map(tuple, shapes), (len(shapes),), (bits,))
+        count = sum(map(prod, structure))
+        plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (count,)), context.me)
+        self.context, self.shapes = context, structure[:-2]
+        self._packing = Packing(structure, (count,))
+        self._all = Constant(torch.ones(len(shapes), dtype=dtype, device="cpu"))  # (all parts are there)
+        self._bits = bits
+        # (with what tells messages apart: some transports end the process where messages of two lengths meet)
+        named = f"parameters {_listed(which.places)} of the model" if which.places else f"{len(shapes)}"
+        label = Label(f"{_SUM} ({named}; {count} elements)", detail=(structure, dtype, which.places))
+        label.path = which.path
+        self.operator = Operator(plan, context.comm, context.everyone, label, dtype, NONE, [(count,)], [(count,)])
+
+    @classmethod
+    def of(
+        cls,
+        context: Context,
+        tensors: Sequence[torch.Tensor],
+        compared: Look | None = None,
+        which: Which = _OTHERS,
+    ) -> _Sum:
+        shapes, dtype = tuple(tensor.shape for tensor in tensors), tensors[0].dtype
+        # (of more workers than the dtype can count, bits cannot be added up)
+        many = len(context.everyone) > 2 / torch.finfo(dtype).eps
+        bits = 0 if compared is None or many else BITS
+        key = (shapes, dtype, bits, which)
+        return context.keep((cls, *key), lambda: cls(context, *key))
+
+    def __call__(
+        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Look | None = None
+    ) -> list[torch.Tensor | None]:
+        return self.totals(self.operator.execute(self.packed(parts, device, compared)), compared, parts)
+
+    def send(
+        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Look | None, tag: int
+    ) -> UnderWay:
+        """Begin to add up, by messages alone: collectives of a transport would have to begin in one order."""
+        comm, group = self.context.comm, self.context.everyone
+        if comm.waiting is not None:
+            comm.refuse_thread(self.operator.label)
+        comm.where = self.operator.label
+        x = self.packed(parts, device, compared)
+        x = x if x.is_meta else readable(x)
+        y = empty(x.shape, x.dtype, x)
+        with _profiled(self.operator.label):
+            # (two workers send each other all of it, in one round: of two rounds, only the first would be under way)
+            pending = comm.through.all_sum_by_messages(group, x, y, tag, len(group) == 2)
+        return UnderWay(y, pending, tag, self.operator.label)
+
+    def wait(self, begun: UnderWay) -> torch.Tensor:
+        """The sum that was begun, which is counted as an exchange here."""
+        self.operator.count()
+        with _profiled(self.operator.label):
+            begun.pending.wait()
+        return begun.moved
+
+    def packed(self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Look | None) -> torch.Tensor:
+        """What travels: the parts, zeros in the place of those that are missing, which these are, and bits.
+
+        A sparse part, as of a sparse tensor, is dense in a sum: other workers may have other places.
+        """
+        dtype = self.operator.dtype
+        full = [
+            torch.zeros(shape, dtype=dtype, device=device) if part is None else as_dense(part)
+            for part, shape in zip(parts, self.shapes, strict=True)
+        ]
+        missing = [place for place, part in enumerate(parts) if part is None]
+        owned = self._all.on(device)
+        if missing:
+            owned = owned.clone()
+            owned[missing] = 0
+        bits = None if compared is None or not self._bits else compared.bits
+        if bits is None:  # (first perhaps in a step that a CUDA graph captures, into which nothing is copied)
+            sent = torch.zeros(self._bits, dtype=dtype, device=device)
+        else:
+            sent = bits.to(device, dtype, non_blocking=True)
+        return self._packing.pack((*full, owned, sent))
+
+    def totals(
+        self, moved: torch.Tensor, compared: Look | None, parts: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """The sums that have arrived; none of which nobody has a part."""
+        *totals, owners, bits = self._packing.unpack(moved)
+        if moved.is_meta:
+            return [*totals]  # nobody knows which ones nobody has
+        if compared is not None and self._bits:
+            compared.settle(bits.real)
+        if all(part is not None for part in parts):  # (somebody has them, then; to read it would wait for a device)
+            return [*totals]
+        return [total if n else None for total, n in zip(totals, owners.tolist(), strict=True)]
+
+
+def _listed(places: Sequence[int]) -> str:
+    """Numbers that grow, for people: ``0-3, 7``."""
+    starts = [n for n in places if n - 1 not in places]
+    stops = [n for n in places if n + 1 not in places]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, stops, strict=True))
+
+
+class UnderWay(NamedTuple):
+    """A sum that has begun: what it will be, and its messages. (It knows no parameters: it may outlive a model.)"""
+
+    moved: torch.Tensor
+    pending: Pending
+    tag: int
+    label: Label
+
+
+class _Way:
+    """How the gradients of tensors that have entered together leave, in one graph.
+
+    Attributes:
+        began: of which recorded node their message is the backward.
+        device: of the tensors.
+        tag: of their message, where that may be sent before it is waited for.
+        recomputed: whether a checkpoint in which they enter makes that anew, too.
+    """
+
+    def __init__(self, total: _Sum, compared: Look | None, device: torch.device) -> None:
+        self.total, self.compared, self.device = total, compared, device
+        self.began = total.operator.pass_by()
+        self.tag: int | None = None
+        self.recomputed = True
+        self._own = object()  # (what stands for it where sums are under way, and does not keep the parameters)
+
+    def sends(self, parts: Sequence[torch.Tensor | None]) -> bool:
+        """Begin to add the parts up, unless too much is under way."""
+        under_way = self.total.context.under_way
+        if self.tag is None or sum(one.moved.nbytes for one in under_way.values()) > _AHEAD:
+            return False
+        # (it stays there if the backward fails before it waits, for the transport writes to its memory)
+        begun = self.total.send(parts, self.device, self.compared, self.tag)
+        under_way[self._own, torch._C._current_graph_task_id()] = begun
+        return True
+
+    def totals(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The sums: of what this backward has sent if it has, else of the parts."""
+        total, under_way = self.total, self.total.context.under_way
+        total.operator.derive(self.began)
+        if self.tag is None:
+            return total(parts, self.device, self.compared)
+        # (not of another one, which has failed or in which this one runs)
+        own = self._own, torch._C._current_graph_task_id()
+        moved = total.wait(under_way.get(own) or total.send(parts, self.device, self.compared, self.tag))
+        under_way.pop(own, None)
+        return total.totals(moved, self.compared, parts)
+
+
+def _profiled(label: Label) -> AbstractContextManager[object]:
+    return record_function(str(label)) if torch._C._autograd._profiler_enabled() else nullcontext()
+
+
+class _Enter(Function):
+    """Each worker's copies of tensors that are the same everywhere; or, before they are used, the tensors."""
+
+    enters = True
+
+    @staticmethod
+    def forward(ctx: Any, way: _Way, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.way = way
+        ctx.set_materialize_grads(False)
+        ctx.checkpointed = way.recomputed and is_checkpointed()
+        if ctx.checkpointed:  # so that checkpointing recomputes this node, on every worker alike
+            ctx.save_for_backward(_NOTHING)  # (else not: the backwards of several graphs may go through here)
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.checkpointed and ctx.saved_tensors
+        way: _Way = ctx.way
+        if torch.is_grad_enabled():
+            way.total.operator.derive(way.began)
+            return None, *_Leave.apply(way.total, way.compared, way.device, *parts)
+        return None, *way.totals(parts)
+
+
+class _Use(Function):
+    """The copies of tensors that have entered. Its backward sends the parts, and passes none on.
+
+    It passes them on where the backward is itself differentiated, or too much is under way.
+    """
+
+    enters = True
+
+    @staticmethod
+    def forward(ctx: Any, way: _Way, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.way = way
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() or not ctx.way.sends(parts):
+            return None, *parts
+        return None, *[None for _ in parts]
+
+
+class _Leave(Function):
+    """The sums over workers of what each has a part of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: _Sum, compared: Look | None, device: torch.device, *parts: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.total = total
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(_NOTHING)
+        return tuple(None if one is None else one.clone() for one in total(parts, device, compared))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        there = [one for one in cotangents if one is not None]
+        copies = iter(enter(ctx.total.context, there) if there and torch.is_grad_enabled() else there)
+        return None, None, None, *(None if one is None else next(copies) for one in cotangents)
+
+
+_NOTHING = torch.empty(0, device="cpu")

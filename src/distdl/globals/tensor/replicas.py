@@ -1,0 +1,364 @@
+"""Tensors that every worker has whole, and how they meet the blocks of global tensors.
+
+A plain tensor beside a global one is one variable, equal on all workers: a parameter, a table. Each worker computes
+with its own copy, which has entered (see ``tensor.entering``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, overload
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from distdl.globals.layouts.context import Context, other_world
+from distdl.globals.tensor import debug
+from distdl.globals.tensor.block import WHOLE, Block, check_unmixed, mark, raw_of, unblocked
+from distdl.globals.tensor.checksums import Samples
+from distdl.globals.tensor.comparing import Look, Turn
+from distdl.globals.tensor.entering import enter
+from distdl.globals.tensor.lineage import OLD_REFERENCE, has_entered
+from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.running import is_on_blocks
+from distdl.globals.tensor.table import OPERATOR, REPLICATED, name_of, writes
+from distdl.nn.compiling import leave_uncompiled
+
+
+def complex_part(name: str) -> Any:
+    """The attribute ``real`` or ``imag``: torch's, but for its setter, which asks no subclass of tensors.
+
+    (Of a copy that follows from weights it reads the node of what has been written, and waits for itself then.)
+    """
+    base: Any = torch._C.TensorBase
+    get: Callable[[Any], torch.Tensor] = getattr(base, name).__get__
+
+    def set_part(x: Any, value: Any) -> None:
+        get(x)[...] = value
+
+    return property(lambda x: get(x), set_part)
+
+
+class Since(Protocol):
+    """Tells whether a copy, or a view of it, is no longer what it is a copy of."""
+
+    def is_over(self, copy: torch.Tensor) -> bool: ...
+
+    def now(self) -> torch.Tensor:
+        """What is read in its place now: the parameter, or in a forward another copy."""
+
+
+class Replica(torch.Tensor):
+    """A worker's own copy of a tensor that every worker has whole: one that has entered.
+
+    What is computed from copies is a copy, too. Beside a global tensor, a block is taken from it. Its gradient is this
+    worker's part.
+    """
+
+    _plain: torch.Tensor
+    _context: Context
+    _is_param: bool  # (which torch asks whether a tensor of a subclass is a parameter)
+    _variable: torch.Tensor  # the parameter that has entered; of what is computed from it, nothing
+    _since: Since  # of the copy of a share, and of its views: what tells whether the share has been written since
+
+    @staticmethod
+    def _of(plain: torch.Tensor, context: Context) -> Replica:
+        made = plain.as_subclass(Replica)
+        made._plain = plain
+        made._context = context
+        return made
+
+    @staticmethod
+    def _of_parameter(plain: torch.Tensor, parameter: torch.Tensor, context: Context) -> Replica:
+        """The copy of a parameter: an ``nn.Parameter``, too, for who asks in a forward."""
+        made = Replica._of(plain, context)
+        made._variable = parameter
+        made._is_param = isinstance(parameter, torch.nn.Parameter)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        """The plain tensor of one that was plain until a copy was written into it: not kept, as it keeps its base."""
+        if name != "_plain":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return raw_of(self)
+
+    # (what is asked for most often, without the way through torch, whose stubs let it be written)
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._plain.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._plain.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._plain.device
+
+    @property
+    def requires_grad(self) -> bool:
+        variable = self.__dict__.get("_variable")  # (that of a share, read without gradients, has none itself)
+        return (self._plain if variable is None else variable).requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    real, imag = complex_part("real"), complex_part("imag")
+
+    def dim(self) -> int:
+        return self._plain.dim()
+
+    @staticmethod
+    def _call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a module of ``distdl.nn`` does with arguments of which the first that is not plain is a copy.
+
+        Raises: RuntimeError, but in a function on blocks, or beside a global tensor.
+        """
+        every = (*args, *kwargs.values())
+        check_unmixed(type(module).__name__, map(type, every))
+        for one in every:
+            if type(one).__name__ == "GlobalTensor":
+                return type(one)._call_module(module, call, args, kwargs)
+        if not hasattr(module, "P_x"):  # (what it is made of takes them)
+            return call(*args, **kwargs)
+        if not is_on_blocks():
+            raise RuntimeError(_NO_MODULE.format(type(module).__name__))
+        return call(*map(plain_of, args), **{name: plain_of(one) for name, one in kwargs.items()})
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if Block in types:
+            check_unmixed(name_of(func), types)
+        if any(not issubclass(cls, one) and one.__name__ in ("GlobalTensor", "Block") for one in types):
+            return NotImplemented  # the other knows better
+        every = tensors_in((args, kwargs or {}))
+        if any(current(value) is not value for value in every):
+            args, kwargs = map_tensors((args, kwargs or {}), current)
+            return func(*args, **kwargs)
+        handler = REPLICATED.get(func)
+        alone = is_on_blocks()
+        if handler is None and isinstance(func, _OPERATORS) and torch.is_grad_enabled() and not alone:
+            handler = REPLICATED[OPERATOR] if _is_own(func) else None
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        for value in every:
+            if type(value).__name__ == "GlobalTensor":  # (of which torch has not told us)
+                return type(value).__torch_function__(func, (*types, type(value)), args, kwargs)
+        found = [value for value in every if type(value) is Replica]
+        context = found[0]._context
+        for value in found if torch.is_grad_enabled() else ():
+            if value._context is not context:  # (whose gradient would add up over other workers)
+                raise other_world(name_of(func), context, value._context)
+        written_to = tensors_in(args[:1]) if not alone and writes(func, kwargs or {}) else []
+        plain_ones = [one for one in written_to if type(one) is torch.Tensor]
+        targets = [one for one in plain_ones if not one.requires_grad or has_entered(one, context)]
+        if torch.is_grad_enabled() and len(targets) < len(plain_ones):
+            raise RuntimeError(_REFUSED.format(func.__name__))
+        # (a tensor that has not entered would get this worker's part of its gradient only)
+        copies: dict[int, Replica] = {}
+
+        def plain(value: torch.Tensor) -> torch.Tensor:
+            own = plain_of(value) if alone else entered(value, context, False)
+            if type(value) is Replica:
+                copies[id(own)] = value
+            return own
+
+        given, named = map_tensors((args, kwargs or {}), plain)
+        result = func(*given, **named)
+        if alone:
+            written = copies.get(id(result))
+            # (this worker's own, too, but for a copy that is written without gradients, as by self.w += 1)
+            return result if written is None or torch.is_grad_enabled() else assigned(written)
+        for one in targets:
+            if one.requires_grad:
+                mark(one, Replica, _context=context)
+
+        def wrap(value: Any) -> Any:
+            if type(value) is Replica:  # (the target)
+                return value
+            written = copies.get(id(value))  # (that of a tensor that has become a copy is made for each call)
+            return view_of(found, value, context) if written is None else assigned(written)
+
+        return map_tensors(result, wrap)
+
+
+debug.SAME.add(Replica)
+WHOLE.add(Replica)
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_REFUSED = (
+    "{} writes what follows from a parameter into a plain tensor that requires a gradient and has not entered the "
+    "model; write into a clone of it, or use the result of a function out of place"
+)
+WRITTEN = (
+    "{} into a weight that is stored in shares, which a forward may only read. Run the first batch, or what else sets "
+    'weights, before distdl.distribute, write between two steps, or distribute with weights="replicated"'
+)
+_NO_MODULE = (
+    "{} got a weight of a distributed model, or what is computed from weights, of which each worker has a copy; nobody "
+    "could tell whose gradient the result has. Call it in distdl.local_map, or make the weight global first, by "
+    "distdl.distribute_tensor(w, P)"
+)
+_OUTDATED = (
+    "this is a view, or the data, of a weight that is stored in shares, which has been written since: the view has the "
+    'values of before. Take it anew, keep a clone(), or distribute with weights="replicated"'
+)
+
+
+def _is_own(operator: Any) -> bool:
+    """Whether an operator is of a user's, and may have a backward of its own: torch refuses one for what writes."""
+    if str(operator).startswith(("aten.", "prims.")):
+        return False
+    single = isinstance(operator, torch._ops.OpOverload)
+    each = [operator] if single else [getattr(operator, name) for name in operator.overloads()]
+    return not any(one._schema.is_mutable for one in each)
+
+
+leave_uncompiled(Replica.__dict__["__torch_function__"].__func__)
+Replica.__module__ = "torch"
+
+
+def copy_of(replica: Replica) -> torch.Tensor:
+    """The plain tensor that a replica is.
+
+    Raises: RuntimeError if an autograd function has given it whose backward gets this worker's part of the gradient.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if _is_tied(replica):
+            raise RuntimeError(OLD_REFERENCE.format(type(replica.grad_fn).__name__.removesuffix("Backward")))
+    return replica._plain
+
+
+def tied_of(value: Any) -> Any:
+    """The plain tensor that an autograd function has given: a replica or a block itself, to which the node is tied."""
+    return raw_of(value) if type(value) in (Replica, Block) else value
+
+
+def _is_tied(replica: Replica) -> bool:
+    """Whether a replica has a node of Python's that its plain tensor does not follow from."""
+    try:
+        node = replica.grad_fn
+    except RuntimeError:  # (an alias made without gradients, of what has been written since)
+        return False
+    plain = replica.__dict__.get("_plain")
+    if plain is None or not isinstance(node, BackwardCFunction):
+        return False
+    return plain.grad_fn is None or node not in [before for before, _ in plain.grad_fn.next_functions[:1]]
+
+
+def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torch.Tensor:
+    """This worker's own copy of a plain tensor: itself, with a gradient that adds up over all workers.
+
+    Args:
+        strict: whether it stands beside a global tensor, so that it is compared.
+    Raises: RuntimeError for what follows from a weight, and does not say so.
+    """
+    if type(tensor) is Replica:
+        return copy_of(tensor)
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    if has_entered(tensor, context):
+        return tensor
+    if not strict:
+        return enter(context, [tensor])[0]
+    if type(tensor) is torch.nn.Parameter:
+        context.own(Samples).keep(tensor)
+    return enter(context, [tensor], Look(context, context.keep_told(Turn, Turn)))[0]
+
+
+@overload
+def plain_of(value: torch.Tensor) -> torch.Tensor: ...
+@overload
+def plain_of(value: Any) -> Any: ...
+def plain_of(value: Any) -> Any:
+    """The plain tensor that a replica or a block is; others as they are."""
+    return copy_of(value) if type(value) is Replica else unblocked(value)
+
+
+def without_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a function of a global tensor gets: replicas that have no gradient (indices, statistics) as plain tensors.
+
+    The first one stays what it is: it may be what is written. (And what is no longer current is made so.)
+    """
+    copies = [one for one in tensors_in((args, kwargs)) if type(one) is Replica]
+    if any(current(one) is not one for one in copies):
+        args, kwargs = map_tensors((args, kwargs), current)
+    elif all(one._plain.requires_grad for one in copies):
+        return args, kwargs  # (most have one)
+
+    def plain(value: torch.Tensor) -> torch.Tensor:
+        return plain_of(value) if type(value) is Replica and not value._plain.requires_grad else value
+
+    rest, named = map_tensors((args[1:], kwargs), plain)
+    return (*args[:1], *rest), named
+
+
+def view_of(copies: Sequence[torch.Tensor], plain: torch.Tensor, context: Context) -> Replica:
+    """The copy that a plain tensor is which was computed from copies. In the memory of one, it is as old as that."""
+    made = Replica._of(plain, context)
+    for one in copies:
+        since = one.__dict__.get("_since")
+        if since is not None and _storage(one) == _storage(plain):
+            made._since = since
+            break
+    return made
+
+
+def _storage(x: torch.Tensor) -> int:
+    storage: int = plain_of(x).untyped_storage()._cdata
+    return storage
+
+
+def current(value: torch.Tensor) -> torch.Tensor:
+    """A copy as it is; or what the parameter is by now, where the copy is no longer that, as it always is in torch.
+
+    The parameter has been frozen since the copy was read, or given other data. Or the copy is of a share, which has
+    been written since, or was read without gradients and is used where there are some.
+
+    Raises: RuntimeError for a view of the copy of a share that has been written.
+    """
+    if type(value) is not Replica:
+        return value
+    own = value.__dict__
+    since: Since | None = own.get("_since")
+    parameter: torch.Tensor = own.get("_variable", value)
+    if since is None:
+        return value if parameter is value or _is_still(value._plain, parameter) else parameter
+    if not since.is_over(value):
+        return value
+    if parameter is value:
+        raise RuntimeError(_OUTDATED)
+    return since.now()
+
+
+def _is_still(plain: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a copy lies where its parameter does, which has not been frozen."""
+    is_frozen = torch.is_grad_enabled() and not parameter.requires_grad
+    return not is_frozen and memory_of(plain) == memory_of(parameter)
+
+
+def memory_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies in memory, and how that is read."""
+    return x.data_ptr(), x.dtype, x.shape, x.stride()
+
+
+def parameter_of(value: torch.Tensor) -> torch.Tensor:
+    """The parameter of which a tensor is this worker's copy; others as they are."""
+    return value.__dict__.get("_variable", value) if type(value) is Replica else value
+
+
+def assigned(value: torch.Tensor) -> torch.Tensor:
+    """What a function gives that has written in place: without gradients, ``self.w += 1`` assigns the parameter."""
+    return value if torch.is_grad_enabled() else parameter_of(value)
+
+
+def context_of(value: torch.Tensor) -> Context | None:
+    """The context that a copy has entered; None of others."""
+    return value._context if type(value) is Replica else None

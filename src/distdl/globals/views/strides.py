@@ -1,0 +1,174 @@
+"""The strides that a whole tensor would have in torch: what it says of them, and whether torch would copy it.
+
+No worker has the whole tensor, and a block tells nothing: one row of a slice is contiguous, the slice is not. What
+torch copies may be written in place without a change to what it was copied from. So views take note of their strides,
+which are those of a view of a tensor without memory, and what torch would copy is copied here. Functions of elements
+hand the order of dims on. The results of all other functions are taken to be contiguous: of convolutions, say, torch's
+choice differs between devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+
+from distdl.geometry.boxes import Shape
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.replicas import plain_of
+from distdl.globals.tensor.table import METHODS
+from distdl.globals.views.ties import note_view
+from distdl.tensors.modes import uncounted
+
+
+class View(NamedTuple):
+    """How a view is taken: of a tensor without memory, and a key that tells it from other ways."""
+
+    key: Hashable
+    of: Callable[[torch.Tensor], torch.Tensor]
+
+
+def strides_of(x: GlobalTensor) -> Shape:
+    """Those of the whole tensor; none if it is contiguous."""
+    strides: Shape = x.__dict__.get("_strides", ())
+    return strides
+
+
+def offset_of(x: GlobalTensor) -> int:
+    """How many elements lie before it in the memory that it would have."""
+    offset: int = x.__dict__.get("_offset", 0)
+    return offset
+
+
+def note_strides(x: GlobalTensor, y: GlobalTensor, view: View) -> None:
+    """Take note of those of a tensor that torch makes with the strides of a view of x."""
+    before: Shape = x.__dict__.get("_strides", ())
+
+    def after() -> tuple[Shape, int]:
+        seen = view.of(blank(x.shape, before))
+        return strides_if(seen), int(seen.storage_offset())
+
+    strides, offset = x._context.keep(("strides", x.shape, before, view.key), after)
+    if strides:
+        y._strides = strides
+    if offset or "_offset" in x.__dict__:
+        y._offset = offset + x.__dict__.get("_offset", 0) * x.dtype.itemsize // y.dtype.itemsize
+
+
+def same_strides(x: GlobalTensor, y: GlobalTensor) -> None:
+    """Take note of those of a view of all of x."""
+    if "_strides" in x.__dict__:
+        y._strides = x._strides
+    if "_offset" in x.__dict__:
+        y._offset = x._offset
+
+
+def whole_view(x: GlobalTensor, block: torch.Tensor) -> GlobalTensor:
+    """A view of all of x, whose block is given."""
+    y = GlobalTensor._of(block, x._layout)
+    note_view(x, y)
+    same_strides(x, y)
+    return y
+
+
+def keep_order(operands: Sequence[Any], y: Any, function: Callable[..., Any]) -> None:
+    """Take note of those of what a function of elements makes, which may be several tensors: those of a sum.
+
+    Torch orders the dims as those of the first operand, and where that leaves it open, of the next. There are no gaps.
+    """
+    given = [one for one in operands if isinstance(one, torch.Tensor)]
+    if not any(map(_steps, given)) or any(one is y for one in given):
+        return
+    if getattr(function, "__name__", "") in _CONTIGUOUS:
+        return
+    places = tuple((one.shape, _steps(one)) for one in given if one.dim())
+
+    def summed() -> Shape:
+        wholes = [blank(*place) for place in places]
+        return strides_if(reduce(torch.add, wholes, wholes[0]))
+
+    made: Sequence[Any] = (y,) if isinstance(y, torch.Tensor) else y
+    for one in made:
+        if type(one) is GlobalTensor and (strides := one._context.keep(("order", places), summed)):
+            one._strides = strides
+
+
+def _steps(x: torch.Tensor) -> Shape:
+    """The strides of a tensor, global or plain; none if it is contiguous."""
+    return strides_of(x) if type(x) is GlobalTensor else strides_if(plain_of(x))
+
+
+def note_format(x: GlobalTensor, y: GlobalTensor, wanted: torch.memory_format) -> None:
+    """Take note of those of a new tensor in an order of memory."""
+    if wanted is not torch.contiguous_format:
+        y._strides = x._context.keep(
+            ("format", x.shape, strides_of(x), wanted),
+            lambda: strides_if(torch.empty_like(_whole(x), memory_format=wanted)),
+        )
+
+
+def lies_in(x: GlobalTensor, wanted: torch.memory_format, function: Callable[..., Any]) -> bool:
+    """Whether torch's x lies in an order of memory, so that a function that gives it in this one returns x itself."""
+    strides = strides_of(x)
+    name = "contiguous" if function.__name__ == "contiguous" else "to"
+
+    def try_it() -> bool:
+        whole = blank(x.shape, strides)
+        return getattr(whole, name)(memory_format=wanted) is whole
+
+    if not strides and wanted is torch.contiguous_format:
+        return True
+    return x._context.keep(("lies in", x.shape, strides, wanted, name), try_it)
+
+
+def is_copied(x: GlobalTensor, shape: Shape) -> bool:
+    """Whether torch copies x to give it another shape."""
+    strides = strides_of(x)
+
+    def try_it() -> bool:
+        try:
+            blank(x.shape, strides).view(shape)
+        except RuntimeError:
+            return True
+        return False
+
+    return bool(strides) and x._context.keep(("copied", x.shape, strides, shape), try_it)
+
+
+def of_memory(x: GlobalTensor, name: str, *args: Any, **kwargs: Any) -> Any:
+    """What a method of the whole tensor gives that reads no cell, and may ask for strides.
+
+    Raises: what torch raises.
+    """
+    if name == "storage_offset":
+        return offset_of(x)
+    with uncounted():
+        return getattr(_whole(x), name)(*args, **kwargs)
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory in the place of one."""
+    if type(x) is GlobalTensor:
+        return blank(x.shape, strides_of(x), x.dtype)
+    plain = plain_of(x)
+    return torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device="meta")
+
+
+def blank(shape: Shape, strides: Shape, dtype: torch.dtype | None = None) -> torch.Tensor:
+    if not strides:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+def strides_if(whole: torch.Tensor) -> Shape:
+    """Those of a tensor; none if it is contiguous. (What torch says of dims of extent 1 is then not known.)"""
+    return () if whole.is_contiguous() else whole.stride()
+
+
+_CONTIGUOUS = frozenset(
+    ["log_sigmoid", "mvlgamma", "special_multigammaln", "masked_fill"]
+)  # (that make no tensor like x)
+
+METHODS["whole_view"] = whole_view
