@@ -13,6 +13,11 @@ FOLDERS = [
     "environment", "geometry", "tensors", "transport", "partition", "plan", "agreement", "exchange", "backends",
     "workers", "ops", "nn", "globals", "drawing", "checkpoint", "data", "amp",
 ]  # fmt: skip
+# the rooms of globals: a file in a room imports only from the rooms before it; the files in no room put them together
+ROOMS = [
+    "layouts", "tensor", "views", "moving", "rules", "functions", "gradients", "consistency", "blocks", "models",
+    "summary", "extras",
+]  # fmt: skip
 # published names that nothing in the core imports: folders, and files that stand in a folder of the core
 PUBLISHED = {"utilities", "backend"}
 ALIASES = {
@@ -84,6 +89,27 @@ def test_imports_point_down(module):
         # a folder hands on its public names last, so its own files import each other (not the registry)
         assert imported != folder or folder == "backends" or module == folder, f"{module} imports its own folder"
         assert at_top or imported.startswith(LAZY.get(module, "none")), f"{module}: {imported} not at the top"
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "globals" and len(parts) > 1 else ""
+
+
+IN_ROOMS = [module for module in CORE if module.startswith("globals.") and module != "globals.handlers"]
+
+
+def test_every_file_of_globals_stands_in_a_room():
+    assert {room_of(module) for module in IN_ROOMS} == set(ROOMS)
+
+
+@pytest.mark.parametrize("module", IN_ROOMS)
+def test_imports_between_rooms_point_down(module):
+    room = room_of(module)
+    allowed = {"", *ROOMS[: ROOMS.index(room) + 1]}
+    for imported, _ in imports_of(module):
+        assert room_of(imported) in allowed, f"{module} imports {imported}, whose room does not stand before its own"
+        assert imported != "globals", f"{module} imports the folder of all rooms"
 
 
 @pytest.mark.parametrize("module", [module for module in CORE if folder_of(module) == "backends"])
