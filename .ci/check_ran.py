@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from itertools import takewhile
 from pathlib import Path
 from xml.etree import ElementTree
 
 CONTRACT = {"test_serial", "test_threads", "test_gloo", "test_mpi"}  # the same checks, once on each back-end
+
+
+def folder_of(place: str) -> str:
+    """The folder of a test: ``globals/views`` of ``tests.globals.views.test_strides``, in the folder of all tests."""
+    folders = takewhile(lambda part: not part.startswith("test_"), place.split(".")[1:])
+    return "/".join(folders)
 
 
 def problems_of(report: Path, tests: Path) -> list[str]:
@@ -23,11 +30,11 @@ def problems_of(report: Path, tests: Path) -> list[str]:
         if skipped is not None:
             not_run.append(f"not run: {place}.{name}: {skipped.get('message')}")
             continue
-        folder = place.split(".")[1]
+        folder = folder_of(place)
         ran[folder] += 1
         if folder == "backends":
             ran[name.split("[")[0]] += 1
-    folders = {path.parent.name for path in tests.rglob("test_*.py")}
+    folders = {path.parent.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")}
     problems = [f"no test of {part} ran" for part in sorted(folders | CONTRACT) if not ran[part]]
     counts = {part: ran[part] for part in sorted(CONTRACT)}
     if len(set(counts.values())) != 1:

@@ -26,11 +26,12 @@ def check(report, cases, skipped=()):
 @pytest.mark.parametrize(("left_out", "skipped", "problem"), [
     (None, [], ""),
     (("layers.test_x", "test_x"), [], "no test of layers ran\n"),
+    (("globals.views.test_x", "test_x"), [], "no test of globals/views ran\n"),
     (CONTRACT[-1], [], "'test_mpi': 1"),
     (None, [("layers.test_x", "test_y[1]")], "not run: tests.layers.test_x.test_y[1]: no reason\n"),
 ])  # fmt: skip
 def test_a_part_that_did_not_run_is_an_error(tmp_path, left_out, skipped, problem):
-    folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
-    cases = [(f"{folder}.test_x", "test_x") for folder in sorted(folders)] + CONTRACT
+    folders = {path.parent.relative_to(ROOT / "tests").parts for path in (ROOT / "tests").rglob("test_*.py")}
+    cases = [(".".join((*folder, "test_x")), "test_x") for folder in sorted(folders)] + CONTRACT
     done = check(tmp_path / "report.xml", [case for case in cases if case != left_out], skipped)
     assert problem in done.stderr and done.returncode == (1 if problem else 0), done.stderr

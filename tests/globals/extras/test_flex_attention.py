@@ -8,16 +8,14 @@ import warnings
 
 import pytest
 import torch
+from dense_flex import dense
 from launched import on_workers, split
 from same import Global, assert_raises_the_same, assert_same, noise
-from torch._higher_order_ops.flex_attention import sdpa_dense
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, create_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distdl
-from distdl.globals.extras.flex.attention import torchs_flex_attention
-from distdl.globals.tensor.table import composite
 from distdl.testing import Counting
 from distdl.transport.recording import Recording
 
@@ -26,14 +24,6 @@ flex._WARNINGS_SHOWN.update(("flex_attention_performance", "deprecated_return_ls
 q, k, v = noise(2, 3, 5, 4), noise(2, 3, 7, 4, seed=1), noise(2, 3, 7, 6, seed=2)
 GRIDS = [(2, 1, 2, 1), (1, 3, 1, 1), (1, 1, 4, 1), (1, 1, 2, 2), (1, 2, 1, 2)]
 EMPTY = [(4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 5, 1)]  # (workers without cells; with 3 heads, and 5 workers)
-
-# what torch computes where nothing is compiled; it refuses gradients on CPUs
-dense = composite(
-    torchs_flex_attention,
-    flex_attention_hop=sdpa_dense,
-    _validate_device=lambda *_: None,
-    _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,
-)
 
 
 def attend(query, key, value, *args, **kwargs):

@@ -4,8 +4,8 @@ from copy import deepcopy
 
 import pytest
 import torch
+from dense_flex import dense
 from same import noise
-from test_flex_attention import dense
 from torch import nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
