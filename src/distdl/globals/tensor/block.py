@@ -18,7 +18,8 @@ from distdl.globals.tensor.table import name_of, writes
 from distdl.nn import module as nn_module
 from distdl.nn.compiling import leave_uncompiled
 
-WHOLE: set[type] = set()  # the types that must not stand beside a block: global tensors and replicas
+WHOLE: dict[type, str] = {}
+"""The types that must not stand beside a block, and what a message calls them. Each is entered as it is declared."""
 
 
 class Block(torch.Tensor):
@@ -96,12 +97,12 @@ def check_unmixed(name: str, types: Iterable[type]) -> None:
     Raises: RuntimeError.
     """
     found = set(types)
-    beside = found & WHOLE
+    beside = found & WHOLE.keys()
     if Block not in found or not beside or not tells_blocks():
         return
-    other = "a global tensor" if any(one.__name__ == "GlobalTensor" for one in beside) else "a weight of the model"
+    others = " and ".join(sorted(WHOLE[one] for one in beside))
     raise RuntimeError(
-        f"{name} got a block of this worker, as x.to_local() gives it, beside {other}; inside of a distributed "
+        f"{name} got a block of this worker, as x.to_local() gives it, beside {others}; inside of a distributed "
         "forward, nobody could tell whose gradient the result has. Call it by distdl.local_map(function)(x, ...), "
         "which takes the global tensor x itself, and runs the function on blocks; or make the block global, by "
         "GlobalTensor.from_local(block, P)"

@@ -312,7 +312,7 @@ class GlobalTensor(torch.Tensor):
         )
 
 
-WHOLE.add(GlobalTensor)
+WHOLE[GlobalTensor] = "a global tensor"
 leave_uncompiled(GlobalTensor.__dict__["__torch_function__"].__func__)
 
 # torch.tensor(x); torch.asarray(x, copy=True); torch.Tensor(x)

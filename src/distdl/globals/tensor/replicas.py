@@ -119,7 +119,7 @@ class Replica(torch.Tensor):
         every = (*args, *kwargs.values())
         check_unmixed(type(module).__name__, map(type, every))
         for one in every:
-            if type(one).__name__ == "GlobalTensor":
+            if _is_global(type(one)):
                 return type(one)._call_module(module, call, args, kwargs)
         if not hasattr(module, "P_x"):  # (what it is made of takes them)
             return call(*args, **kwargs)
@@ -137,7 +137,7 @@ class Replica(torch.Tensor):
     ) -> Any:
         if Block in types:
             check_unmixed(name_of(func), types)
-        if any(not issubclass(cls, one) and one.__name__ in ("GlobalTensor", "Block") for one in types):
+        if any(one is Block or _is_global(one) for one in types):
             return NotImplemented  # the other knows better
         every = tensors_in((args, kwargs or {}))
         if any(current(value) is not value for value in every):
@@ -150,7 +150,7 @@ class Replica(torch.Tensor):
         if handler is not None:
             return handler(func, args, kwargs or {})
         for value in every:
-            if type(value).__name__ == "GlobalTensor":  # (of which torch has not told us)
+            if _is_global(type(value)):  # (of which torch has not told us)
                 return type(value).__torch_function__(func, (*types, type(value)), args, kwargs)
         found = [value for value in every if type(value) is Replica]
         context = found[0]._context
@@ -190,8 +190,13 @@ class Replica(torch.Tensor):
         return map_tensors(result, wrap)
 
 
+def _is_global(kind: type) -> bool:
+    """Whether a type is GlobalTensor, whose file imports this one."""
+    return kind in WHOLE and kind is not Replica
+
+
 debug.SAME.add(Replica)
-WHOLE.add(Replica)
+WHOLE[Replica] = "a weight of the model"
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _REFUSED = (
     "{} writes what follows from a parameter into a plain tensor that requires a gradient and has not entered the "
