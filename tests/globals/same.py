@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import distdl
-from distdl.globals.tensor.nested import map_tensors
+from distdl.globals.tensor.structures import map_tensors
 
 WORKERS = 5
 # for each number of dims, grids over at most 4 of 5 workers: one worker is always idle

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import distdl
-from distdl.globals.tensor.nested import map_tensors
+from distdl.globals.tensor.structures import map_tensors
 
 Grid = tuple[int, ...]
 PROGRAMS: list[Program] = []

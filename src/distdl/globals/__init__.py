@@ -4,20 +4,20 @@ from distdl.globals import handlers
 from distdl.globals.blocks.local_map import local_map
 from distdl.globals.blocks.register import register
 from distdl.globals.extras import late
-from distdl.globals.functions import casting, initial, numbers
+from distdl.globals.functions import autocast, initial, number_arguments
 from distdl.globals.gradients import own_functions, recomputing
 from distdl.globals.models import distribute, load_optimizer_state_dict, optimizer_state_dict
-from distdl.globals.moving.entry import distribute_tensor
+from distdl.globals.moving.conversion import distribute_tensor
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.tensors import caching
 
 own_functions.install()
 recomputing.install()
-numbers.install()
+number_arguments.install()
 initial.install()
 caching.install()
 late.install()
-casting.install()
+autocast.install()
 
 __all__ = [
     "GlobalTensor",

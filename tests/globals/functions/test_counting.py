@@ -6,7 +6,7 @@ from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional
 
 import distdl
-from distdl.globals.functions import ranks
+from distdl.globals.functions import order_statistics
 
 x3, x2 = noise(3, 5, 7), noise(5, 6)
 UNIQUE = {
@@ -148,7 +148,7 @@ def test_statistics_of_all_elements(function):
 
 @pytest.mark.parametrize("few", [0, 4])
 def test_statistics_of_many_elements(monkeypatch, few):
-    monkeypatch.setattr(ranks, "_FEW", few)
+    monkeypatch.setattr(order_statistics, "_FEW", few)
     for function in (OF_ALL["median"], OF_ALL["nanquantile"], OF_ALL["infinite"]):
         assert_same(function, Global(x3), grids=[(2, 1, 2)])
     whole = (x2 * 2).round().long()

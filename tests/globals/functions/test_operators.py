@@ -16,7 +16,7 @@ import torch
 from same import Global, assert_same, outcome
 from torch.utils.checkpoint import checkpoint
 
-from distdl.globals.tensor.nested import map_tensors
+from distdl.globals.tensor.structures import map_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # (operators that torch deprecates say so)
 PARTS = 36

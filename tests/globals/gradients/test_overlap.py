@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 import distdl
 from distdl.backends.threaded.communicator import ThreadCommunicator
 from distdl.globals.layouts.context import Context
-from distdl.globals.models import copies
-from distdl.globals.tensor import entering
+from distdl.globals.models import replicated_weights
+from distdl.globals.tensor import gradient_sums
 from distdl.transport.recording import Recording
 
 WEIGHTS = "gradients of replicated tensors"
@@ -36,7 +36,7 @@ WEIGHTS = "gradients of replicated tensors"
 @pytest.fixture(autouse=True)
 def small_messages(monkeypatch):
     """Gradients of some 50 numbers in each message."""
-    monkeypatch.setattr(copies, "_BUCKET", 400)
+    monkeypatch.setattr(replicated_weights, "_BUCKET", 400)
 
 
 def _events(model, x):
@@ -201,7 +201,7 @@ def test_a_backward_that_fails_on_every_worker():
 
 def test_a_graph_whose_backward_has_failed_is_gone_through_again(monkeypatch):
     """What the first backward has sent is no gradient of the second one, also where that may send nothing more."""
-    monkeypatch.setattr(entering, "_AHEAD", 900)
+    monkeypatch.setattr(gradient_sums, "_AHEAD", 900)
 
     def work():
         model, sequential = _pair()

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import distdl
 from distdl import GlobalTensor
 from distdl.globals.layouts.context import Context
-from distdl.globals.tensor.lineage import _SEEN, check_origin
+from distdl.globals.tensor.provenance import _SEEN, check_origin
 
 x35 = noise(3, 5)
 

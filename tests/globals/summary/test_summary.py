@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.globals.models import copies
+from distdl.globals.models import replicated_weights
 from distdl.globals.summary.rehearsal import GRADIENTS, on_meta
 from distdl.globals.summary.summary import Summary
 from distdl.partition import Layout
@@ -107,7 +107,7 @@ def test_messages_bytes_and_memory_are_those_of_a_real_run(grid, odd, weights):
 
 
 def test_messages_and_bytes_of_gradients_in_several_messages(monkeypatch):
-    monkeypatch.setattr(copies, "_BUCKET", 400)
+    monkeypatch.setattr(replicated_weights, "_BUCKET", 400)
     model = UNet(odd=False)
     for worker, real in enumerate(really(model, (1, 1, 2, 2), 5, "replicated")):
         told = told_of(model, (1, 1, 2, 2), 5, worker, weights="replicated").totals

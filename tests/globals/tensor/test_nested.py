@@ -5,7 +5,7 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
-from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.structures import map_tensors, tensors_in
 
 Pair = namedtuple("Pair", "first second")
 

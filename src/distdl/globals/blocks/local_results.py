@@ -18,7 +18,7 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.tensor.debug import place_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.nested import opaque_in, tensors_in
+from distdl.globals.tensor.structures import opaque_in, tensors_in
 from distdl.globals.tensor.table import name_of
 from distdl.partition import Layout, Partition, dims
 from distdl.partition.sharing import gather_values

@@ -11,7 +11,7 @@ import torch
 
 from distdl import nn
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.moving.operands import part_of
+from distdl.globals.moving.alignment import part_of
 from distdl.globals.tensor.block import check_unmixed
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.running import on_blocks

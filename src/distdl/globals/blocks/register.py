@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.pointwise import elementwise, result_of
-from distdl.globals.moving.operands import aligned
+from distdl.globals.moving.alignment import aligned
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.nested import opaque_in, tensors_in
+from distdl.globals.tensor.structures import opaque_in, tensors_in
 from distdl.globals.tensor.table import TABLE, Handler, name_of
 from distdl.partition import dims
 

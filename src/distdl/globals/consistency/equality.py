@@ -14,7 +14,7 @@ from distdl.globals.layouts.context import Context
 from distdl.globals.tensor.checksums import checksum
 from distdl.globals.tensor.comparing import SAME, first_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.views.ties import writes_of
+from distdl.globals.views.aliasing import writes_of
 from distdl.nn.module import Module
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values

@@ -30,11 +30,11 @@ from distdl.globals.extras.late import original_of
 from distdl.globals.tensor.block import TRANSFORMED, Block
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import own_of
-from distdl.globals.tensor.nested import tensors_in
 from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.running import is_on_blocks, tells_blocks
+from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.tensor.table import composite
-from distdl.globals.views.ties import base_of
+from distdl.globals.views.aliasing import base_of
 from distdl.partition.sharing import gather_values
 from distdl.tensors.derivatives import KEEPS_TENSORS, MADE_BY, saved_tensors_hooks
 from distdl.tensors.function import TransformError

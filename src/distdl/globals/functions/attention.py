@@ -13,9 +13,9 @@ from torch.nn import functional
 from distdl.geometry.boxes import Interval, Intervals, Shape
 from distdl.globals.functions.products import batch_labels
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.moving.operands import part_of, sample, taken
+from distdl.globals.moving.alignment import part_of, sample, taken
 from distdl.globals.rules.applying import autocast_dtype
-from distdl.globals.rules.judging import judged
+from distdl.globals.rules.meta_checks import judged
 from distdl.globals.rules.work import checked, work_on
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of

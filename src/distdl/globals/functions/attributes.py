@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from distdl.globals.moving.entry import full_tensor
-from distdl.globals.moving.operands import part_of
+from distdl.globals.moving.alignment import part_of
+from distdl.globals.moving.conversion import full_tensor
+from distdl.globals.tensor.ddp_and_fsdp import check_unwrapped
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.replicas import WRITTEN, plain_of
 from distdl.globals.tensor.table import REPLICATED, TABLE, Handler, handles, handles_property
-from distdl.globals.tensor.wrappers import check_unwrapped
+from distdl.globals.views.aliasing import base_of, lies_alone, lies_with, note_copied, note_given
 from distdl.globals.views.strides import of_memory, offset_of, same_strides, strides_of, whole_view
-from distdl.globals.views.ties import base_of, lies_alone, lies_with, note_copied, note_given
 
 _READ = """
 is_leaf retains_grad _version output_nr is_cuda is_cpu is_sparse is_quantized is_nested itemsize

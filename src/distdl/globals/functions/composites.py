@@ -12,13 +12,13 @@ from torch.nn import functional
 from distdl.globals.functions.losses import reduction_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded
-from distdl.globals.moving.adopting import write
+from distdl.globals.moving.writes_into_plain import write
 from distdl.globals.rules.applying import one_by_one
-from distdl.globals.rules.judging import judged, shape_of
+from distdl.globals.rules.meta_checks import judged, shape_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.nested import map_tensors
+from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import TABLE, Handler, by_name, composite, handles
-from distdl.globals.views.ties import write_back
+from distdl.globals.views.aliasing import write_back
 from distdl.tensors.modes import uncounted
 
 

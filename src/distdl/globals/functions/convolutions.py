@@ -11,7 +11,7 @@ from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import Sliding
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.rules.applying import apply, autocast_dtype, hashable, single
-from distdl.globals.rules.judging import judge
+from distdl.globals.rules.meta_checks import judge
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import by_name, handles
 from distdl.ops.convolution import Convolution

@@ -9,7 +9,7 @@ import torch
 
 from distdl.globals.functions.shapes import reshaped
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.operands import aligned, own_box
+from distdl.globals.moving.alignment import aligned, own_box
 from distdl.globals.rules.fallback import fall_back, split_like
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of

@@ -10,12 +10,12 @@ from torch.nn import functional
 
 from distdl.globals.functions.shapes import view_of
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.rules.judging import judge_dtype, shape_of
+from distdl.globals.rules.meta_checks import judge_dtype, shape_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles
+from distdl.globals.views.aliasing import note_written
 from distdl.globals.views.strides import View
-from distdl.globals.views.ties import note_written
 
 
 @handles("tril triu", "torch Tensor")

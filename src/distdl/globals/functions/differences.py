@@ -10,7 +10,7 @@ import torch
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.rules.applying import one_by_one
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.judging import judge_dtype, judged
+from distdl.globals.rules.meta_checks import judge_dtype, judged
 from distdl.globals.tensor.table import TABLE, by_name, handles
 
 

@@ -13,12 +13,12 @@ from torch.utils._foreach_utils import _foreach_supported_types as _CLIPPED
 from distdl.globals.functions.norms import norm_over
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.operands import derivatives_of, entire, moved
-from distdl.globals.moving.standing import is_of_model
+from distdl.globals.moving.alignment import derivatives_of, entire, moved
+from distdl.globals.moving.buffer_writes import is_of_model
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import TABLE, by_name, handles
-from distdl.globals.views.ties import check_written, note_written
+from distdl.globals.views.aliasing import check_written, note_written
 from distdl.partition.sharing import reduce_values
 from distdl.tensors.derivatives import NONE
 

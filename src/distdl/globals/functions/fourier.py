@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.rules.judging import judge, judged
-from distdl.globals.rules.pencils import along_whole
+from distdl.globals.rules.meta_checks import judge, judged
+from distdl.globals.rules.whole_dims import along_whole
 from distdl.globals.rules.work import checked
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import SPACES, TABLE, by_name, handles

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from distdl.globals.layouts.spreading import pencils
-from distdl.globals.moving.operands import entire, moved
+from distdl.globals.moving.alignment import entire, moved
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.replicas import entered, plain_of
 from distdl.globals.tensor.table import by_name, handles

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import init
 
-from distdl.globals.functions.drawing import Drawing
+from distdl.globals.functions.plain_random import Drawing
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import TABLE, Handler, composite
 

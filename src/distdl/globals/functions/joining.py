@@ -11,14 +11,14 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.boxes import Intervals, Shape, balanced
-from distdl.globals.functions.indexing import part
-from distdl.globals.functions.lines import brought_together
+from distdl.globals.functions.gather_scatter import brought_together
+from distdl.globals.functions.slicing import part
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.adopting import split_beside
-from distdl.globals.moving.operands import entire
+from distdl.globals.moving.alignment import entire
+from distdl.globals.moving.writes_into_plain import split_beside
 from distdl.globals.rules.applying import one_by_one
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.judging import judge, judge_dtype, judged, shape_of
+from distdl.globals.rules.meta_checks import judge, judge_dtype, judged, shape_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import TABLE, by_name, handles

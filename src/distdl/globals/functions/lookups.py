@@ -10,15 +10,15 @@ import torch
 from torch.nn import functional
 
 from distdl.globals.functions.pointwise import elementwise
-from distdl.globals.moving.operands import entire, taken
+from distdl.globals.moving.alignment import entire, taken
 from distdl.globals.rules.applying import as_global, autocast_dtype, cast_to, weight_of
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.judging import judged, shape_of
+from distdl.globals.rules.meta_checks import judged, shape_of
 from distdl.globals.rules.work import work_on
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.nested import map_tensors
 from distdl.globals.tensor.replicas import Replica, entered, plain_of
+from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import REPLICATED, by_name, handles
 from distdl.tensors.connection import local, refuses, zeros_on
 

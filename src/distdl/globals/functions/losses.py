@@ -11,10 +11,10 @@ from torch.nn import functional
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.reductions import summed, without_dims
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.operands import aligned, moved, sample, taken
+from distdl.globals.moving.alignment import aligned, moved, sample, taken
 from distdl.globals.rules.applying import ready, weight_of
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.judging import check_range, judge, judge_dtypes
+from distdl.globals.rules.meta_checks import check_range, judge, judge_dtypes
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import handles

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distdl.globals.functions.lines import brought, of_global
+from distdl.globals.functions.gather_scatter import brought, of_global
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded, reshaped
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.adopting import split_beside
-from distdl.globals.moving.operands import moved
+from distdl.globals.moving.alignment import moved
+from distdl.globals.moving.writes_into_plain import split_beside
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles
-from distdl.globals.views.ties import write_back
+from distdl.globals.views.aliasing import write_back
 from distdl.partition.sharing import gather_values
 from distdl.tensors.modes import uncounted
 

@@ -10,15 +10,15 @@ import torch
 from distdl.geometry.boxes import Shape
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.layouts.spreading import pencils
-from distdl.globals.moving.adopting import split_beside
-from distdl.globals.moving.operands import moved
-from distdl.globals.rules.apart import LinAlgError
+from distdl.globals.moving.alignment import moved
+from distdl.globals.moving.writes_into_plain import split_beside
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.judging import frozen, judged
+from distdl.globals.rules.meta_checks import frozen, judged
+from distdl.globals.rules.single_worker import LinAlgError
 from distdl.globals.rules.work import Work, work_on
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.nested import tensors_in
 from distdl.globals.tensor.replicas import plain_of
+from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.tensor.table import by_name, handles
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.layouts import batch
+from distdl.globals.functions import batch_norm_node
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.entry import full_tensor
+from distdl.globals.moving.conversion import full_tensor
 from distdl.globals.rules.applying import ready, run, weight_of
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.judging import judge, judge_dtypes, judged
+from distdl.globals.rules.meta_checks import judge, judge_dtypes, judged
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles
@@ -78,13 +78,13 @@ def _running(mean: torch.Tensor | None, variance: torch.Tensor | None) -> list[t
 
 
 def _in_one(
-    x: GlobalTensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: batch.Options
+    x: GlobalTensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: batch_norm_node.Options
 ) -> GlobalTensor:
     """Batch normalisation as one node."""
     context = x._context
     weight = None if weight is None else weight_of(weight, context)
     bias = None if bias is None else weight_of(bias, context)
-    return GlobalTensor._of(batch.normalised(block_of(x), weight, bias, options), x._layout)
+    return GlobalTensor._of(batch_norm_node.normalised(block_of(x), weight, bias, options), x._layout)
 
 
 def _in_steps(
@@ -135,17 +135,17 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = input, weight, bias, running_mean, running_var
         check = partial(_check_by, torch.batch_norm, own, (func, args, kwargs), *given)
 
-        def statistics_of() -> batch.BatchStatistics:
+        def statistics_of() -> batch_norm_node.BatchStatistics:
             check()
-            return batch.BatchStatistics.of(layout, dtype)
+            return batch_norm_node.BatchStatistics.of(layout, dtype)
 
-        if training and momentum is not None and batch.fits(input._block, weight, bias):
+        if training and momentum is not None and batch_norm_node.fits(input._block, weight, bias):
             sizes = _sizes(running_mean, running_var, weight, bias)
             statistics = layout.context.keep(("statistics", layout, dtype, *sizes), statistics_of)
             if statistics.shared:
                 kept = None if running_mean is None or running_var is None else (running_mean, running_var)
                 steps = partial(_in_steps, layout, eps)
-                return _in_one(input, weight, bias, batch.Options(statistics, eps, kept, momentum, steps))
+                return _in_one(input, weight, bias, batch_norm_node.Options(statistics, eps, kept, momentum, steps))
         running = _running(running_mean, running_var)
 
         def op() -> BatchNorm:

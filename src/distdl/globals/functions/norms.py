@@ -21,9 +21,9 @@ from distdl.globals.functions.reductions import (
     without_dims,
 )
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.operands import derivatives_of
+from distdl.globals.moving.alignment import derivatives_of
 from distdl.globals.rules.applying import widened
-from distdl.globals.rules.judging import judge_dtype, judged, shape_of
+from distdl.globals.rules.meta_checks import judge_dtype, judged, shape_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles

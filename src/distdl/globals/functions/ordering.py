@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from distdl.globals.functions.ranks import levels_of, median, quantile
+from distdl.globals.functions.order_statistics import levels_of, median, quantile
 from distdl.globals.functions.reductions import dims_of, without_dims
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.judging import judged
-from distdl.globals.rules.pencils import along_whole
+from distdl.globals.rules.meta_checks import judged
+from distdl.globals.rules.whole_dims import along_whole
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.nested import map_tensors
+from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import handles
 
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from distdl.globals.moving.adopting import write
-from distdl.globals.moving.operands import aligned, number, numbers_of
-from distdl.globals.rules import signatures
+from distdl.globals.moving.alignment import aligned, number, numbers_of
+from distdl.globals.moving.writes_into_plain import write
+from distdl.globals.rules import number_parameters
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.nested import map_tensors
 from distdl.globals.tensor.replicas import plain_of
+from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import TABLE, handles, name_of, named, writes
+from distdl.globals.views.aliasing import check_written, note_written
 from distdl.globals.views.strides import keep_order, lies_in, note_format, whole_view
-from distdl.globals.views.ties import check_written, note_written
 
 # (in place, those that torch has as functions, too: the methods of tensors are entered with their names without _)
 _NAMES = """
@@ -95,7 +95,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 def _of_operands(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of operands that broadcast to each other, and may lie on different workers."""
-    wanted = signatures.numbers_of(func)
+    wanted = number_parameters.numbers_of(func)
     if wanted.places or wanted.names:  # (a worker without cells would have no value that torch takes)
         args = tuple(number(x) if type(x) is GlobalTensor and at in wanted.places else x for at, x in enumerate(args))
         kwargs = {n: number(x) if type(x) is GlobalTensor and n in wanted.names else x for n, x in kwargs.items()}
@@ -142,7 +142,7 @@ def _lie_alike(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         return False
     if any(isinstance(one, torch.Tensor) for one in kwargs.values()):
         return False
-    return bool(layout.rulers or layout.active) and signatures.numbers_of(func).places.isdisjoint(places)
+    return bool(layout.rulers or layout.active) and number_parameters.numbers_of(func).places.isdisjoint(places)
 
 
 def _overlaps(error: Exception) -> bool:

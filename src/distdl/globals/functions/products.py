@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from distdl.globals.rules.applying import autocast_dtype, zeroed
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.judging import judge_dtypes
+from distdl.globals.rules.meta_checks import judge_dtypes
 from distdl.globals.rules.work import checked, work_on
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of

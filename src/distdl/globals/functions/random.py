@@ -27,17 +27,17 @@ from distdl.globals.functions.distributions import (
     normal,
 )
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.moving.adopting import write
-from distdl.globals.moving.operands import aligned, part_of, whole
+from distdl.globals.moving.alignment import aligned, part_of, whole
+from distdl.globals.moving.writes_into_plain import write
 from distdl.globals.rules.applying import zeroed
 from distdl.globals.rules.fallback import split_like
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.nested import map_tensors, tensors_in
 from distdl.globals.tensor.replicas import Replica, copy_of
+from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import REPLICATED, TABLE, Handler, by_name, composite, handles, writes
+from distdl.globals.views.aliasing import note_written, write_back
 from distdl.globals.views.strides import keep_order
-from distdl.globals.views.ties import note_written, write_back
 from distdl.ops.dropout import masked
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.draws import Draw, seed

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.functions.lines import brought
+from distdl.globals.functions.gather_scatter import brought
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.layouts.spreading import pencils
-from distdl.globals.moving.operands import entire, moved
+from distdl.globals.moving.alignment import entire, moved
 from distdl.globals.rules.applying import as_global
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.judging import judge
-from distdl.globals.tensor.entering import enter
+from distdl.globals.rules.meta_checks import judge
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.lineage import check_origin
+from distdl.globals.tensor.gradient_sums import enter
+from distdl.globals.tensor.provenance import check_origin
 from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.table import handles
 from distdl.tensors.connection import zeros_on

@@ -14,9 +14,9 @@ import torch
 
 from distdl.exchange import Operator
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.layouts.regrouping import place
-from distdl.globals.moving.operands import derivatives_of, entire, moved_block
-from distdl.globals.rules.judging import judge_dtype
+from distdl.globals.layouts.reshaping import place
+from distdl.globals.moving.alignment import derivatives_of, entire, moved_block
+from distdl.globals.rules.meta_checks import judge_dtype
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles

@@ -9,7 +9,7 @@ import torch
 
 from distdl.globals.functions.random import takes_generator
 from distdl.globals.rules.applying import zeroed
-from distdl.globals.rules.judging import judged
+from distdl.globals.rules.meta_checks import judged
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import by_name, handles
 

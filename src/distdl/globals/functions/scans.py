@@ -10,9 +10,9 @@ import torch
 
 from distdl.globals.functions.reductions import dims_of, reduced_shape, split_along
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.operands import moved_block
-from distdl.globals.rules.judging import judge_dtype
-from distdl.globals.rules.pencils import along_whole
+from distdl.globals.moving.alignment import moved_block
+from distdl.globals.rules.meta_checks import judge_dtype
+from distdl.globals.rules.whole_dims import along_whole
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles

@@ -9,16 +9,17 @@ import torch
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.layouts.regrouping import plan_reshape
+from distdl.globals.layouts.reshaping import plan_reshape
 from distdl.globals.layouts.spreading import pencils
-from distdl.globals.moving.operands import aligned, moved
+from distdl.globals.moving.alignment import aligned, moved
 from distdl.globals.rules.applying import one_by_one
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.judging import frozen, shape_of
+from distdl.globals.rules.meta_checks import frozen, shape_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.nested import map_tensors
+from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import TABLE, handles, handles_property
+from distdl.globals.views.aliasing import note_copied, note_view
 from distdl.globals.views.strides import (
     View,
     is_copied,
@@ -29,7 +30,6 @@ from distdl.globals.views.strides import (
     strides_of,
     whole_view,
 )
-from distdl.globals.views.ties import note_copied, note_view
 
 # -- what other families use, too
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.testing._comparison import TensorLikePair
 
-from distdl.globals.moving.entry import value_of
+from distdl.globals.moving.conversion import value_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import handles

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from distdl.globals.functions.drawing import redrawing
+from distdl.globals.functions.plain_random import redrawing
 from distdl.globals.gradients.parts import summed, variable_of
-from distdl.globals.moving.entry import NO_TANGENTS
-from distdl.globals.moving.operands import entire, part_of
+from distdl.globals.moving.alignment import entire, part_of
+from distdl.globals.moving.conversion import NO_TANGENTS
 from distdl.globals.tensor.failed import meet_in
 from distdl.globals.tensor.global_tensor import GlobalTensor, note_requires
 from distdl.globals.tensor.local import block_of, own_of
-from distdl.globals.tensor.nested import map_tensors
 from distdl.globals.tensor.replicas import Replica, parameter_of, plain_of
 from distdl.globals.tensor.running import is_on_blocks
+from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import REPLICATED, TABLE, Handler, by_name, composite, handles, handles_property
-from distdl.globals.views.ties import base_of
+from distdl.globals.views.aliasing import base_of
 from distdl.tensors.failures import forgetting
 
 # (as they are without what takes them to a mode, which would then be off inside)

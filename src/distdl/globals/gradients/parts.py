@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from distdl.globals.layouts.context import Context
-from distdl.globals.tensor.entering import enter, leave
+from distdl.globals.tensor.gradient_sums import enter, leave
 from distdl.globals.tensor.replicas import Replica, context_of, parameter_of, plain_of, tied_of
 from distdl.tensors.function import Function
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as checkpoints
 
-from distdl.globals.functions.drawing import drawing, drawn_by
+from distdl.globals.functions.plain_random import drawing, drawn_by
 from distdl.globals.tensor.block import Block
 from distdl.globals.tensor.replicas import Replica
 from distdl.globals.tensor.running import is_on_blocks, is_running, on_blocks, running, tells_blocks

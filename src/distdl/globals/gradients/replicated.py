@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from distdl.globals.gradients.parts import enter_results, variable_of
-from distdl.globals.tensor.entering import enter
-from distdl.globals.tensor.lineage import check_origin
-from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.gradient_sums import enter
+from distdl.globals.tensor.provenance import check_origin
 from distdl.globals.tensor.replicas import Replica, parameter_of, plain_of
 from distdl.globals.tensor.running import is_on_blocks
+from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import OPERATOR, REPLICATED
 
 

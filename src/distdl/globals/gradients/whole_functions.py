@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-from distdl.globals.functions.drawing import drawing, drawn_by
+from distdl.globals.functions.plain_random import drawing, drawn_by
 from distdl.globals.gradients.parts import enter_results, variable_of
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.adopting import split_beside
-from distdl.globals.moving.operands import part_of, whole
+from distdl.globals.moving.alignment import part_of, whole
+from distdl.globals.moving.writes_into_plain import split_beside
 from distdl.globals.tensor.block import check_unmixed
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.lineage import check_origin
 from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.provenance import check_origin
 from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.table import REPLICATED, TABLE
 from distdl.nn.compiling import leave_uncompiled

@@ -15,20 +15,20 @@ import torch
 from distdl.geometry.regions import Region, meet
 from distdl.globals.consistency.drift import check_plain
 from distdl.globals.consistency.equality import check_equal, make_equal
-from distdl.globals.functions.drawing import Drawing
+from distdl.globals.functions.plain_random import Drawing
 from distdl.globals.layouts.context import Context, other_world, worlds
-from distdl.globals.models.copies import Copies, Parameters, Replicas
-from distdl.globals.models.joining import join
-from distdl.globals.models.sharding import Shares
+from distdl.globals.models.additions import join
+from distdl.globals.models.replicated_weights import Copies, Parameters, Replicas
+from distdl.globals.models.sharded_weights import Shares
+from distdl.globals.moving.alignment import taken
 from distdl.globals.moving.idle import warn_of_idle
-from distdl.globals.moving.operands import taken
 from distdl.globals.tensor import debug
 from distdl.globals.tensor.block import Block, unblocked
 from distdl.globals.tensor.checksums import PLAIN
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.lineage import check_origin
-from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.provenance import check_origin
 from distdl.globals.tensor.running import running
+from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition.arguments import Split, checks_arguments
 from distdl.tensors.derivatives import is_recomputed

@@ -13,7 +13,7 @@ from distdl.exchange import Operator
 from distdl.geometry.boxes import Shape, shape, slices
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.views.ties import data_given, writes_of
+from distdl.globals.views.aliasing import data_given, writes_of
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
 from distdl.tensors.modes import unobserved

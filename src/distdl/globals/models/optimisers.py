@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from distdl.globals.moving.adopting import split_beside
-from distdl.globals.moving.entry import full_tensor
-from distdl.globals.moving.operands import taken
+from distdl.globals.moving.alignment import taken
+from distdl.globals.moving.conversion import full_tensor
+from distdl.globals.moving.writes_into_plain import split_beside
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.nested import map_tensors
+from distdl.globals.tensor.structures import map_tensors
 from distdl.partition.arguments import checks_arguments
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from distdl.globals.moving.entry import full_tensor
-from distdl.globals.moving.operands import taken
+from distdl.globals.moving.alignment import taken
+from distdl.globals.moving.conversion import full_tensor
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.views.ties import writes_of
+from distdl.globals.views.aliasing import writes_of
 
 _OUTDATED = (
     "a tensor that state_dict() gave was written after its parameter had changed, and has the values of before; with "

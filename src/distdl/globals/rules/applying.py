@@ -9,7 +9,7 @@ import torch
 
 from distdl.environment.arguments import known
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.moving.operands import GRADIENT, derivatives_of, entire
+from distdl.globals.moving.alignment import GRADIENT, derivatives_of, entire
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.replicas import Replica, entered

@@ -12,16 +12,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.moving.adopting import write
-from distdl.globals.moving.entry import value_of
-from distdl.globals.moving.operands import moved, moved_block
-from distdl.globals.rules.apart import Apart, failure_of, raise_failure
-from distdl.globals.rules.outcome import Described, Outcome, observed
+from distdl.globals.moving.alignment import moved, moved_block
+from distdl.globals.moving.conversion import value_of
+from distdl.globals.moving.writes_into_plain import write
+from distdl.globals.rules.fallback_results import Described, Outcome, observed
+from distdl.globals.rules.single_worker import Apart, failure_of, raise_failure
 from distdl.globals.tensor.global_tensor import GlobalTensor, is_leaf
-from distdl.globals.tensor.nested import map_tensors, tensors_in
 from distdl.globals.tensor.replicas import Replica, entered, plain_of
+from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import TABLE, name_of, writes
-from distdl.globals.views.ties import check_apart, lies_alone, note_copied, note_written
+from distdl.globals.views.aliasing import check_apart, lies_alone, note_copied, note_written
 from distdl.globals.views.writes import Writes
 from distdl.partition.groups import IntArray
 from distdl.partition.sharing import broadcast_value

@@ -17,7 +17,7 @@ import torch
 from distdl.geometry.boxes import Interval, Shape
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.layouts.spreading import SPACIOUS, Labels, Spread, spread_of
-from distdl.globals.moving.operands import check_dense, moved_block, moved_blocks
+from distdl.globals.moving.alignment import check_dense, moved_block, moved_blocks
 from distdl.globals.rules.applying import autocast_dtype
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of

@@ -22,9 +22,9 @@ from torch.utils import swap_tensors
 
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.models.distribute import distribute
-from distdl.globals.moving.adopting import why_not
+from distdl.globals.moving.writes_into_plain import why_not
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import name_of, writes
 from distdl.partition import CartesianPartition
 from distdl.tensors.derivatives import KEEPS_TENSORS, next_node

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from distdl.environment.types import Count, judge
-from distdl.globals.models.copies import Parameters
+from distdl.globals.models.replicated_weights import Parameters
 from distdl.globals.summary.rehearsal import GRADIENTS, Rehearsal, Row, in_bytes, rehearse
 from distdl.nn.module import Module
 from distdl.partition import Partition

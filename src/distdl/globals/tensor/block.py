@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from distdl.globals.tensor.nested import map_tensors, tensors_in
 from distdl.globals.tensor.running import on_blocks, tells_blocks
+from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import name_of, writes
 from distdl.nn import module as nn_module
 from distdl.nn.compiling import leave_uncompiled

@@ -21,7 +21,7 @@ from distdl import environment
 from distdl.exchange import watching
 from distdl.globals.layouts.context import opened
 from distdl.globals.tensor.checksums import checksum
-from distdl.globals.tensor.nested import tensors_in
+from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.tensor.table import name_of
 from distdl.partition import Layout, dims
 from distdl.tensors.modes import unobserved

@@ -12,12 +12,12 @@ import torch
 from distdl.globals.layouts.context import Context, KnownLayout, other_world, worlds
 from distdl.globals.tensor import debug
 from distdl.globals.tensor.block import WHOLE, Block, as_block, check_unmixed, unblocked
+from distdl.globals.tensor.ddp_and_fsdp import check_unwrapped
 from distdl.globals.tensor.failed import depends_on_values, meet_in
-from distdl.globals.tensor.lineage import note_local
-from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.provenance import note_local
 from distdl.globals.tensor.replicas import Replica, complex_part, without_gradients
+from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import METHODS, TABLE, check_is_tensor, name_of
-from distdl.globals.tensor.wrappers import check_unwrapped
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Layout
 from distdl.partition.arguments import Split

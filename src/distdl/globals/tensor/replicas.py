@@ -17,10 +17,10 @@ from distdl.globals.tensor import debug
 from distdl.globals.tensor.block import WHOLE, Block, check_unmixed, mark, raw_of, unblocked
 from distdl.globals.tensor.checksums import Samples
 from distdl.globals.tensor.comparing import Look, Turn
-from distdl.globals.tensor.entering import enter
-from distdl.globals.tensor.lineage import OLD_REFERENCE, has_entered
-from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.gradient_sums import enter
+from distdl.globals.tensor.provenance import OLD_REFERENCE, has_entered
 from distdl.globals.tensor.running import is_on_blocks
+from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import OPERATOR, REPLICATED, name_of, writes
 from distdl.nn.compiling import leave_uncompiled
 

@@ -19,7 +19,7 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.replicas import plain_of
 from distdl.globals.tensor.table import METHODS
-from distdl.globals.views.ties import note_view
+from distdl.globals.views.aliasing import note_view
 from distdl.tensors.modes import uncounted
 
 

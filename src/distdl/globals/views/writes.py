@@ -9,8 +9,8 @@ import torch
 
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of, own_of
-from distdl.globals.tensor.nested import tensors_in
-from distdl.globals.views.ties import writes_of
+from distdl.globals.tensor.structures import tensors_in
+from distdl.globals.views.aliasing import writes_of
 
 
 def memory_of(x: torch.Tensor) -> int:

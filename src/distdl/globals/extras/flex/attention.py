@@ -22,13 +22,13 @@ from torch.nn.attention import flex_attention as flex
 from distdl.geometry.boxes import Interval, Shape
 from distdl.globals.extras.capturing import Captured, mapped
 from distdl.globals.functions.attention import shared_heads
-from distdl.globals.functions.numbers import with_numbers_at
+from distdl.globals.functions.number_arguments import with_numbers_at
 from distdl.globals.layouts.context import Context
 from distdl.globals.rules.applying import autocast_dtype, cast_to
 from distdl.globals.rules.work import Work, checked, work_on
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.nested import tensors_in
 from distdl.globals.tensor.replicas import Replica, plain_of
+from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.tensor.table import REPLICATED, TABLE, composite, copied
 from distdl.globals.views.strides import strides_if
 from distdl.tensors.connection import local

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.pointwise import elementwise
-from distdl.globals.moving.operands import number
-from distdl.globals.rules.signatures import numbers_of
+from distdl.globals.moving.alignment import number
+from distdl.globals.rules.number_parameters import numbers_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import TABLE, Handler, named
 from distdl.tensors.modes import uncounted
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from distdl.globals.functions.indexing import picked
 from distdl.globals.functions.shapes import expanded, whole_along
+from distdl.globals.functions.slicing import picked
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.adopting import split_beside, write
-from distdl.globals.moving.operands import entire, moved, moved_blocks, taken
-from distdl.globals.rules.judging import check_range, judge_dtype, judged, shape_of
+from distdl.globals.moving.alignment import entire, moved, moved_blocks, taken
+from distdl.globals.moving.writes_into_plain import split_beside, write
+from distdl.globals.rules.meta_checks import check_range, judge_dtype, judged, shape_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.replicas import entered
 from distdl.globals.tensor.table import Handler, by_name, handles, writes
-from distdl.globals.views.ties import note_written, write_back
+from distdl.globals.views.aliasing import note_written, write_back
 from distdl.tensors.connection import refuses, zeros_on
 
 

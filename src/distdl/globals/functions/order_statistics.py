@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.extremes import Instead
-from distdl.globals.functions.indexing import part
 from distdl.globals.functions.shapes import reshaped
-from distdl.globals.moving.operands import aligned
+from distdl.globals.functions.slicing import part
+from distdl.globals.moving.alignment import aligned
 from distdl.globals.rules.fallback import fall_back
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of

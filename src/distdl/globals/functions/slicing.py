@@ -11,10 +11,10 @@ import torch
 from distdl.geometry.boxes import Interval, Intervals
 from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.rules.judging import frozen, shape_of
+from distdl.globals.rules.meta_checks import frozen, shape_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.nested import map_tensors
+from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import TABLE, by_name, handles
 from distdl.globals.views.strides import View
 from distdl.tensors.connection import saving, zeros_on

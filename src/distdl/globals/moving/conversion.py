@@ -13,13 +13,13 @@ import torch
 from distdl.environment.types import judge
 from distdl.geometry.boxes import Shape
 from distdl.globals.layouts.context import Context, KnownLayout
+from distdl.globals.moving.alignment import moved, moved_block, own_box
 from distdl.globals.moving.idle import warn_of_idle
-from distdl.globals.moving.operands import moved, moved_block, own_box
 from distdl.globals.tensor import debug
 from distdl.globals.tensor.block import Block, as_block, unblocked
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.lineage import ours_before
 from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.provenance import ours_before
 from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.table import METHODS
 from distdl.partition import CartesianPartition, Layout, Partition, dims

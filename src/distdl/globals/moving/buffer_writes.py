@@ -12,9 +12,9 @@ import torch
 
 from distdl.globals.layouts.context import Context
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.nested import tensors_in
 from distdl.globals.tensor.replicas import Replica, plain_of
-from distdl.globals.views.ties import note_settled
+from distdl.globals.tensor.structures import tensors_in
+from distdl.globals.views.aliasing import note_settled
 from distdl.tensors.memory import parts_of
 
 

@@ -10,7 +10,7 @@ import torch
 from distdl.geometry.boxes import Shape
 from distdl.globals.layouts.context import Context
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.nested import map_tensors
+from distdl.globals.tensor.structures import map_tensors
 from distdl.tensors.dtypes import RARE
 from distdl.tensors.modes import uncounted
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from distdl.geometry.windows import PoolSliding
 from distdl.globals.rules.applying import apply, hashable, single, widened
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.judging import frozen, judge, rough
+from distdl.globals.rules.meta_checks import frozen, judge, rough
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import by_name, handles
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum

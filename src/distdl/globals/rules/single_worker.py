@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from distdl.globals.layouts.context import Context
-from distdl.globals.moving.entry import value_of
+from distdl.globals.moving.conversion import value_of
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.derivatives import Keeping, is_checkpointed, keeps_graph
 from distdl.tensors.function import Function

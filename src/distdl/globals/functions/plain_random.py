@@ -19,8 +19,8 @@ from distdl.globals.functions import random
 from distdl.globals.functions.random import next_draw, of_copies
 from distdl.globals.layouts.context import Context
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.nested import tensors_in
 from distdl.globals.tensor.replicas import Replica
+from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.tensor.table import TABLE
 from distdl.nn.compiling import leave_uncompiled
 

@@ -20,7 +20,7 @@ from distdl.globals.functions.reductions import (
     total,
     without_dims,
 )
-from distdl.globals.rules.judging import judge_dtype
+from distdl.globals.rules.meta_checks import judge_dtype
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from distdl.geometry.borders import Border
-from distdl.globals.functions.indexing import part
 from distdl.globals.functions.shapes import view_of, whole_along
+from distdl.globals.functions.slicing import part
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.rules.applying import apply, widened
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.judging import shape_of
+from distdl.globals.rules.meta_checks import shape_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from distdl.globals.rules.applying import widened
-from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import TABLE, Handler, name_of
 
 _ALWAYS = " cdist prod triplet_margin_loss"

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from distdl.globals.consistency.equality import make_equal, whole_of
 from distdl.globals.layouts.context import Context
-from distdl.globals.models.copies import Buffers, Copies, Parameters
+from distdl.globals.models.replicated_weights import Buffers, Copies, Parameters
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.tensors.derivatives import is_recomputed
 from distdl.transport.callsite import Place, put

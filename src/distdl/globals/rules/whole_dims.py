@@ -9,9 +9,9 @@ import torch
 
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.layouts.spreading import pencils
-from distdl.globals.moving.operands import moved
+from distdl.globals.moving.alignment import moved
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.nested import map_tensors
+from distdl.globals.tensor.structures import map_tensors
 from distdl.tensors.connection import no_view, zeros_on
 
 

@@ -14,11 +14,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from distdl.globals.consistency.drift import Drift
 from distdl.globals.consistency.equality import whole_of
 from distdl.globals.layouts.context import Context
-from distdl.globals.moving.standing import settled
-from distdl.globals.tensor.entering import Which, enter, enter_apart, settle
+from distdl.globals.moving.buffer_writes import settled
 from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.gradient_sums import Which, enter, enter_apart, settle
 from distdl.globals.tensor.replicas import Replica, memory_of, parameter_of, plain_of
-from distdl.globals.views.ties import writes_of
+from distdl.globals.views.aliasing import writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.nn.module import Module
 from distdl.partition import Partition

@@ -10,7 +10,7 @@ the shares (the adjoint of gathering: a reduce-scatter) or the backward has left
 has its shares. At the peak it has, beside them, the weights of the modules whose forward runs, one inside another (most
 often one module has weights of its own), twice while the message is unpacked, or in backward those of one module and
 their gradients; and some small ones that have come along before they are needed, or whose gradients wait to go back as
-one message (see :mod:`~distdl.globals.models.course`).
+one message (see :mod:`~distdl.globals.models.prefetch`).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from weakref import WeakSet
 import torch
 
 from distdl.globals.layouts.context import Context, other_world
-from distdl.globals.models.copies import Additions, Parameters
-from distdl.globals.models.course import Course
+from distdl.globals.models.gathered import Gathered, Keep, restore
 from distdl.globals.models.gathering import Gathering, state_of
-from distdl.globals.models.keeping import Gathered, Keep, restore
+from distdl.globals.models.prefetch import Course
+from distdl.globals.models.replicated_weights import Additions, Parameters
 from distdl.globals.models.splitting import split_parameters
 from distdl.globals.models.states import whole_state
-from distdl.globals.moving.operands import taken
+from distdl.globals.moving.alignment import taken
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.nested import tensors_in
 from distdl.globals.tensor.replicas import WRITTEN, Replica, plain_of, view_of
+from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.tensor.table import REPLICATED
-from distdl.globals.views.ties import writes_of
+from distdl.globals.views.aliasing import writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.tensors.derivatives import Keeping, next_node, saved_tensors_hooks

@@ -9,7 +9,7 @@ from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 
 import distdl
-from distdl.globals.functions import casting
+from distdl.globals.functions import autocast
 from distdl.globals.rules import applying
 from distdl.globals.tensor.table import TABLE, name_of
 
@@ -136,7 +136,7 @@ def test_every_function_of_a_gpus_list_is_known():
     (chosen,) = [one for one in lists if one.startswith("FP32_SET_OPT_DTYPE(")]
     names = set(re.findall(r"\b_\((\w+)", wide + chosen)) - {"_"}
     assert len(names) > 50
-    known = {*casting._WIDE["cuda"].split()}
+    known = {*autocast._WIDE["cuda"].split()}
     native = {
         name_of(function) for function in TABLE if callable(function)
     }  # (one worker computes the others by torch)

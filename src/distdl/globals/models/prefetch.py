@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from distdl.globals.models.gathered import Gathered
 from distdl.globals.models.gathering import Gather, Gathering, gather_each, state_of, that_come_along
-from distdl.globals.models.keeping import Gathered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 
 

@@ -9,7 +9,7 @@ import torch
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.tensor.global_tensor import NO_BLOCKS
-from distdl.globals.tensor.nested import map_tensors, tensors_in
+from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.views.writes import Writes
 from distdl.tensors.dtypes import dtype_code
 

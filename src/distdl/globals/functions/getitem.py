@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distdl.globals.functions.indexing import check_cells, part, picked, together
-from distdl.globals.functions.lines import brought, of_global
+from distdl.globals.functions.gather_scatter import brought, of_global
 from distdl.globals.functions.masks import check_mask, check_value, chosen_by, is_number, written_by
 from distdl.globals.functions.shapes import expanded
+from distdl.globals.functions.slicing import check_cells, part, picked, together
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.adopting import split_beside, write
-from distdl.globals.moving.operands import entire
+from distdl.globals.moving.alignment import entire
+from distdl.globals.moving.writes_into_plain import split_beside, write
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.judging import check_range
+from distdl.globals.rules.meta_checks import check_range
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of, own_of
 from distdl.globals.tensor.replicas import entered
 from distdl.globals.tensor.table import handles
-from distdl.globals.views.ties import check_written, note_written, write_back
+from distdl.globals.views.aliasing import check_written, note_written, write_back
 from distdl.tensors.connection import saving, zeros_on
 
 _INDICES = frozenset([torch.int64, torch.int32, torch.uint8, torch.bool])

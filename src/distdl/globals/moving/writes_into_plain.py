@@ -9,14 +9,14 @@ import torch
 from torch.utils import swap_tensors
 
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.operands import entire, taken
-from distdl.globals.moving.standing import check_gradient, is_named, is_of_model
+from distdl.globals.moving.alignment import entire, taken
+from distdl.globals.moving.buffer_writes import check_gradient, is_named, is_of_model
 from distdl.globals.tensor.block import relabel
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.nested import map_tensors, tensors_in
 from distdl.globals.tensor.replicas import Replica, assigned, entered, plain_of
+from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import TABLE, name_of
-from distdl.globals.views.ties import PRUNING, lies_alone
+from distdl.globals.views.aliasing import PRUNING, lies_alone
 from distdl.tensors.connection import zeros_on
 
 
