@@ -127,7 +127,8 @@ class Samples:
         """Keep some values of a plain tensor. In backward, workers do not compute in one order, and keep none."""
         if not self._left or torch._C._current_graph_task_id() != -1 or not is_comparable(x):
             return
-        if x.requires_grad and not x.dim() and type(x) is torch.Tensor:  # (each worker's loss of its block may be one)
+        # a number with a gradient may be each worker's loss of its block
+        if x.requires_grad and x.numel() == 1 and type(x) is torch.Tensor:
             return
         self._passed += 1
         if len(self._waiting) < _MOST:
