@@ -69,9 +69,6 @@ def test_sums_of_weights():
 
 WITHOUT_DERIVATIVE = {
     "bincount": lambda x: torch.bincount(torch.arange(30) % 7, x.flatten()),
-    "histogram": lambda x: torch.histogram(x, 3).hist,
-    "edges": lambda x: torch.histogram(x, 3).bin_edges,
-    "histogram of weights": lambda x: torch.histogram(x.detach(), 3, weight=x).hist,
     "unique": lambda x: torch.unique(x), "runs": lambda x: x.unique_consecutive(return_counts=True)[0],
 }  # fmt: skip
 
@@ -97,8 +94,7 @@ HISTOGRAMS = {
 @pytest.mark.parametrize("name", HISTOGRAMS)
 def test_histograms(name):
     for x in (x3, x2, noise(9)):
-        assert_same(HISTOGRAMS[name], Global(x))
-    assert_same(HISTOGRAMS[name], Global(x2.float()), tolerance=1e-6)
+        assert_same(HISTOGRAMS[name], Global(x), falls_back=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*has no op")

@@ -71,5 +71,8 @@ def settled(value: Any) -> Any:
     if type(value) is not GlobalTensor or value.requires_grad:
         return value
     whole = value.full_tensor()
+    if whole.is_inference():
+        with torch.inference_mode(False):  # (torch would count no writes of it)
+            whole = whole.clone()
     note_settled(value, whole)
     return whole

@@ -85,22 +85,25 @@ class Sample(NamedTuple):
         described: shape and dtype of the tensor, and whether it has values that can be read.
         rounding: a smaller difference is none, as a share of the largest value.
         values: on the host, of the same places in all tensors of one shape.
+        start: which places these are. They move on, so that in time many are read.
     """
 
     described: str
     rounding: float
     values: torch.Tensor
+    start: int = 0
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> Sample:
+    def of(cls, x: torch.Tensor, start: int = 0) -> Sample:
         described = f"{'' if x.is_nested else dims(x.shape) or 'no dims'} {x.dtype}"
         if is_comparable(x):
             # (those of what has none of its own, as inside a transform of torch.func, are an error)
             with suppress(RuntimeError), unobserved():
                 most = round(_VALUES ** (1 / max(x.dim(), 1)))
-                some = x.detach()[tuple([slice(None, None, -(-extent // most)) for extent in x.shape])]
+                steps = [max(-(-extent // most), 1) for extent in x.shape]
+                some = x.detach()[tuple([slice(start % step, None, step) for step in steps])]
                 least = 0.0 if type(x) is torch.nn.Parameter else _ROUNDING
-                return cls(described, rounding_of(x.dtype, least), wide(some).clone())
+                return cls(described, rounding_of(x.dtype, least), wide(some).clone(), start)
         return cls(f"{described} that is sparse, or has no values", 0.0, torch.empty(0, device="cpu"))
 
 
@@ -132,7 +135,7 @@ class Samples:
             return
         self._passed += 1
         if len(self._waiting) < _MOST:
-            self._waiting.append(Sample.of(x))
+            self._waiting.append(Sample.of(x, _FIRST - self._left))
 
     def take(self) -> tuple[int, list[Sample]]:
         """All of them, for a backward that compares them, in the order in which they came.

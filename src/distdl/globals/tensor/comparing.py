@@ -110,7 +110,7 @@ def differ(sums: torch.Tensor, context: Context) -> bool:
 
 
 def check_samples(context: Context, what: str, passed: int, samples: Sequence[Sample]) -> list[int]:
-    """Check that plain tensors are those of worker 0, where all workers have as many. Collective.
+    """Check that plain tensors are those of worker 0, where all have as many, read at the same places. Collective.
 
     Args:
         passed: how many plain tensors there were, with those of which there are no samples.
@@ -120,7 +120,7 @@ def check_samples(context: Context, what: str, passed: int, samples: Sequence[Sa
     context.comm.where = what
     told = gather_values(context.comm, context.everyone, what, (passed, list(samples)))
     counts = [count for count, _ in told]
-    if len({(count, len(each)) for count, each in told}) > 1:
+    if len({(count, *(Sample(*one).start for one in each)) for count, each in told}) > 1:
         return counts
     for place, first in enumerate(told[0][1]):
         every = [Sample(*each[place]) for _, each in told]

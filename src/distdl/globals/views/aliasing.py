@@ -76,8 +76,9 @@ class Memory:
 
     def _count(self, block: torch.Tensor) -> None:
         """Count the writes into a block and its views from now on. The block itself may go."""
-        self._block = block.detach()
-        self._block.data = self._block.new_empty(0)  # (it shares the counter)
+        with torch.inference_mode(block.is_inference()):  # a tensor that is made in inference mode has no counter
+            self._block = block.detach()
+            self._block.data = self._block.new_empty(0)  # (it shares the counter)
         self._known = writes_of(self._block)
 
     def _look(self) -> None:
