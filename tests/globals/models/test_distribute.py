@@ -640,8 +640,15 @@ def test_a_gradient_that_is_made_of_activations(make, options, weights):
 
     def work():
         P = distdl.world()[:2].reshape(2, 1)
-        model = distdl.distribute(copy.deepcopy(sequential), P, weights=weights)
-        ours, theirs = steps(model, distdl.distribute_tensor(noise(4, 5), P))
+        model, x = (
+            distdl.distribute(copy.deepcopy(sequential), P, weights=weights),
+            distdl.distribute_tensor(noise(4, 5), P),
+        )
+        if make is torch.optim.Adam and options == {"foreach": True} and weights == "replicated":
+            with pytest.raises(TypeError, match="_foreach_lerp_ would write a global tensor into a plain one"):
+                steps(model, x)
+            return
+        ours, theirs = steps(model, x)
         for one, other in zip([*ours, *theirs], [*state, *gradients], strict=True):
             assert_close(one, other)
 

@@ -174,3 +174,18 @@ def covariance(func: Any, input: Any, *, correction: int = 1, fweights: Any = No
     if found.is_complex():
         return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
     return found.clamp(-1, 1)
+
+
+@handles("norm_except_dim", "torch")
+@by_name
+def norm_except_dim(func: Any, v: Any, pow: int = 2, dim: int = 0) -> Any:
+    """The norm over all dims but one, or over all of them."""
+    judged(func, (v, pow, dim), {})
+    others = [axis for axis in range(v.dim()) if dim == -1 or axis != dim % v.dim()]
+    return torch.linalg.vector_norm(v, pow, others, keepdim=dim != -1)
+
+
+@handles("_weight_norm", "torch")
+@by_name
+def weight_norm(func: Any, v: Any, g: Any, dim: int = 0) -> Any:
+    return v * (g / torch.norm_except_dim(v, 2, dim))

@@ -19,6 +19,7 @@ from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
 from distdl.ops.interpolation import Interpolation
 from distdl.ops.pooling import Average, Maximum, Pooling
 from distdl.ops.resampling import Mode
+from distdl.tensors.modes import uncounted
 
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a function, and its arguments
 
@@ -172,9 +173,9 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         def check() -> None:
             """Let torch check the options. (That cells come out is checked apart.)"""
             # (of no samples, torch's own check of nearest ones raises another error, without memory alone)
-            one = torch.empty(
-                (*(max(n, 1) for n in input.shape[:1]), *input.shape[1:]), dtype=input.dtype, device="meta"
-            )
+            with uncounted():
+                shape = (*(max(n, 1) for n in input.shape[:1]), *input.shape[1:])
+                one = torch.empty(shape, dtype=input.dtype, device="meta")
             key = ("interpolate", rough(input.shape), input.dtype, frozen(options))
             input._context.keep(key, lambda: judge(functional.interpolate, (one, *options), {}))
 

@@ -124,7 +124,7 @@ def check_samples(context: Context, what: str, passed: int, samples: Sequence[Sa
         return counts
     for place, first in enumerate(told[0][1]):
         every = [Sample(*each[place]) for _, each in told]
-        described, rounding, values = first
+        described, rounding, values, _ = first
         for worker, theirs in enumerate(every):
             if theirs.described != described:
                 raise ValueError(_PLAIN.format(described, f"is {theirs.described}", worker))
