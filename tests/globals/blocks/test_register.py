@@ -12,12 +12,12 @@ import pytest
 import torch
 from launched import assert_close, on_workers, split
 from nets import Again
+from registered import unregister
 from same import noise
 from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl import GlobalTensor
-from distdl.globals.blocks.register import unregister
 from distdl.partition import Layout
 
 x35, row = noise(3, 5), noise(5, seed=2)

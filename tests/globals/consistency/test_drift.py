@@ -734,3 +734,15 @@ def test_sums_that_no_bits_of_all_workers_have_are_differences():
             assert differ(torch.tensor([0.0, 3.0, wrong]), context)
 
     distdl.run_workers(work, 3, "threads")
+
+
+def test_a_parameter_of_no_model_that_differs_in_one_row_is_found_in_time():
+    def work():
+        P = distdl.world()
+        p = nn.Parameter(noise(300, 4) + P.rank * (torch.arange(300) == 7)[:, None])
+        x = distdl.distribute_tensor(noise(4, 300), P.reshape(2, 1))
+        with pytest.raises(ValueError, match="a plain tensor beside a global one"):
+            for _ in range(16):
+                (x @ p).sum().backward()
+
+    distdl.run_workers(work, 2)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from launched import assert_close, on_workers, split
 from same import noise
+from torch import nn
 
 import distdl
 
@@ -242,3 +243,27 @@ def test_an_einsum_that_sums_nothing_is_a_view(equation):
         found.append([y, view, x.grad])
     for ours, theirs in zip(*found, strict=True):
         assert_close(ours, theirs)
+
+
+class _Clamped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.register_buffer("state", None)
+
+    def forward(self, x):
+        h = self.linear(x)
+        self.state = h.detach()
+        self.state.clamp_(-0.1, 0.1)
+        return h + self.state
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_a_buffer_was_set_to_is_refused_once_the_buffer_was_written(mode):
+    def work():
+        P = distdl.world()[:2].reshape(2, 1)
+        model = distdl.distribute(_Clamped(), P)
+        with mode(), pytest.raises(RuntimeError, match="a buffer that was set to this tensor"):
+            model(distdl.distribute_tensor(noise(6, 4), P))
+
+    distdl.run_workers(work, 3)

@@ -95,16 +95,3 @@ def _checked(function: Any, y: Any) -> Any:
                 "distdl.register(function, handler) says what other functions do"
             )
     return y
-
-
-def unregister(function: Any) -> None:
-    """Forget what was said of a function."""
-    if not isinstance(function, type):
-        TABLE.pop(function, None)
-        return
-    known: Any = function
-    own = vars(function)["_apply_of_its_own"]
-    if own is None:
-        del known.apply
-    else:
-        known.apply = own

@@ -71,8 +71,7 @@ def settled(value: Any) -> Any:
     if type(value) is not GlobalTensor or value.requires_grad:
         return value
     whole = value.full_tensor()
-    if whole.is_inference():
-        with torch.inference_mode(False):  # (torch would count no writes of it)
-            whole = whole.clone()
+    with torch.inference_mode(False):  # torch counts no writes of a tensor that is made in inference mode
+        whole = whole.clone() if whole.is_inference() else whole
     note_settled(value, whole)
     return whole

@@ -130,8 +130,7 @@ class Samples:
         """Keep some values of a plain tensor. In backward, workers do not compute in one order, and keep none."""
         if not self._left or torch._C._current_graph_task_id() != -1 or not is_comparable(x):
             return
-        # a number with a gradient may be each worker's loss of its block
-        if x.requires_grad and x.numel() == 1 and type(x) is torch.Tensor:
+        if x.requires_grad and x.numel() == 1 and type(x) is torch.Tensor:  # it may be the loss of a block
             return
         self._passed += 1
         if len(self._waiting) < _MOST:
