@@ -31,7 +31,7 @@ class Drift:
 
 
 def _places_in(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
-    """Of all that every worker has whole, and that belongs to the state."""
+    """Name, module and key of each parameter and buffer that every worker has whole and that a state_dict has."""
     found = []
     for name, _ in whole_of(module):
         path, _, key = name.rpartition(".")

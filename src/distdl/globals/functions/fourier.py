@@ -170,7 +170,7 @@ def istft(
 
 
 def _check_inverse(input: Any, n_fft: int, hop_length: Any, win_length: Any, window: Any, *options: Any) -> None:
-    """Let torch check the arguments of istft. (Of tensors without memory it computes nothing, for it reads windows.)"""
+    """Let torch check the arguments of istft, where it does so before it reads the values of the window."""
     with suppress(NotImplementedError):
         judged(torch.istft, (input, n_fft, hop_length, win_length, window, *options), {})
 

@@ -49,7 +49,7 @@ def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     key = ("of each matrix", func, x.device.type, matrix.shape, x.dtype, frozen(rest), frozen(kwargs))
     kind, shapes = context.keep(key, describe)
-    if not shapes:  # (a Q of nothing, which is not of each matrix)
+    if not shapes:  # a result without cells, such as Q of an empty matrix, does not follow from each matrix
         return fall_back(func, args, kwargs)
     block = moved(x, layout, name)
     active = block.numel() > 0

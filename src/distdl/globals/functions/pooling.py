@@ -171,8 +171,8 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         options = (size, scale_factor, mode, align_corners, recompute_scale_factor)
 
         def check() -> None:
-            """Let torch check the options. (That cells come out is checked apart.)"""
-            # (of no samples, torch's own check of nearest ones raises another error, without memory alone)
+            """Let torch check the options. Whether the result has cells is checked below."""
+            # without samples and without memory, torch raises another error for mode nearest: it is asked about one
             with uncounted():
                 shape = (*(max(n, 1) for n in input.shape[:1]), *input.shape[1:])
                 one = torch.empty(shape, dtype=input.dtype, device="meta")
@@ -196,7 +196,7 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         def op() -> Interpolation:
             check()
             if min(_scaled(input, factors) if size is None else size, default=1) < 1:
-                # (for torch's error, which it has not without memory)
+                # torch raises its error for tensors with memory alone
                 functional.interpolate(torch.zeros((), dtype=input.dtype).expand(input.shape), *options)
             chosen = Mode.of("interpolate", space, mode, align_corners, factors)
             return Interpolation(chosen, None if size is None else (*input.shape[:2], *size))

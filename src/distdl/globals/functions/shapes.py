@@ -180,7 +180,7 @@ for _name in ("atleast_1d", "atleast_2d", "atleast_3d"):  # (as torch calls them
 
 @handles("squeeze_ unsqueeze_ transpose_ t_ swapaxes_ swapdims_", "Tensor")
 def change_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """The same of the tensor itself.
+    """Change the shape of a tensor in place.
 
     Raises: RuntimeError for a leaf that requires a gradient, as torch does; where gradients are switched off, for each
         tensor that requires one.

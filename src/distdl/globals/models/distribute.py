@@ -176,11 +176,11 @@ class Forward:
 
     @property
     def __signature__(self) -> Signature:
-        """Libraries ask which arguments a model takes, and leave out the others."""
+        """The arguments of the model's own forward. Libraries read them, and pass a model no others."""
         return signature(self._own or MethodType(type(self.module).forward, self.module))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
-        """That of a copied model, whose weights are looked at before its first forward."""
+        """The forward of a copied model. Its first call compares the weights with those of the other workers."""
         made = memo[id(self)] = Forward.__new__(Forward)
         made.__dict__.update(deepcopy(self.__dict__, memo))
         made.copies.additions.open = True

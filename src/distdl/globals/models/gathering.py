@@ -168,7 +168,7 @@ _ALONG = 1 << 19
 
 
 def that_come_along(steps: Iterable[Any]) -> list[Any]:
-    """The first of several steps, and those right behind it that are few bytes, and of its dtype and device.
+    """The first step, and those behind it whose weights come in the same message: few bytes of one dtype and device.
 
     Args:
         steps: in the order in which they are needed. The ``parameters`` of each are of one dtype and device.
@@ -192,7 +192,7 @@ def state_of(parameter: GlobalTensor) -> tuple[int, ...]:
 
 
 def gather_each(steps: Sequence[Any]) -> list[tuple[torch.Tensor, ...]]:
-    """The whole tensors of several steps, as one message."""
+    """Bring together the whole weights of several steps, by one message."""
     parameters = [one for step in steps for one in step.parameters]
     with torch.no_grad():
         wholes = iter(Gathering.of(parameters).gather([one._block for one in parameters]))

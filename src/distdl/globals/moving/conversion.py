@@ -168,7 +168,7 @@ def distribute_tensor(
 
 
 def _takes_part(x: Any) -> bool:
-    """Whether what made a tensor takes part in backward on a worker whose tensor is not read.
+    """Whether the graph of a tensor takes part in backward, on a worker whose tensor is not read.
 
     It follows from a weight or a block inside of a forward; or by a movement of ours from what the others have where
     one worker has all. (Others may be the worker's own. And what follows from a tensor that every worker has would need

@@ -93,7 +93,7 @@ class Apart:
 
 
 def failure_of(problem: Exception | None) -> tuple[str, str] | None:
-    """What one worker has raised, as the others are told of it: its kind, and its text."""
+    """The kind and the text of an error that one worker has raised, to be sent to the others; None if it has not."""
     return None if problem is None else (type(problem).__name__, str(problem))
 
 
