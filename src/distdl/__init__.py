@@ -17,6 +17,7 @@ from distdl.globals.summary import suggest, summary
 from distdl.nn.checking import check
 from distdl.partition import CartesianPartition, Partition
 from distdl.transport.communicator import CommunicationError
+from distdl.verification import verify
 from distdl.workers.launch import run_workers
 from distdl.workers.ledger import ledger, name_layers
 from distdl.workers.reproducible import reproducible
@@ -57,5 +58,6 @@ __all__ = [
     "suggest",
     "summary",
     "utilities",
+    "verify",
     "world",
 ]

@@ -1,0 +1,168 @@
+"""Names for what a program computes, and the comparison of what two programs computed under one name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from distdl.globals import GlobalTensor
+from distdl.partition import Layout
+
+# the factor by which a difference may exceed what perturbed runs show, and rounding of the tensor's largest value
+_MARGIN = 32
+_SHOWN = 3  # cells that an error shows
+
+PLURAL = {
+    "result": "results",
+    "output": "outputs",
+    "loss": "losses",
+    "gradient of the output": "gradients of outputs",
+    "gradient of input": "gradients of inputs",
+    "gradient of weight": "gradients of weights",
+    "weight": "weights",
+    "buffer": "buffers",
+}
+"""The kinds of tensors that are compared, and how a certificate counts them."""
+
+
+class Quantity(NamedTuple):
+    """One tensor that a step of training computes.
+
+    Attributes:
+        step: counted from 1.
+        kind: one of :data:`PLURAL`.
+        name: the path of the module, the name of the parameter, the number of the input.
+        call: which call of the module in this step, from 1.
+        part: which tensor of the result.
+    """
+
+    step: int
+    kind: str
+    name: str
+    call: int = 1
+    part: int = 0
+
+    def __str__(self) -> str:
+        call = f", call {self.call}" if self.call > 1 else ""
+        part = f", tensor {self.part}" if self.part else ""
+        of = f" of {self.name}" if self.name else ""
+        return f"the {self.kind}{of}{call}{part} (step {self.step})"
+
+
+class Value(NamedTuple):
+    """A whole tensor, and which worker held which cells of it."""
+
+    tensor: torch.Tensor
+    layout: Layout | None = None
+
+
+def gather(value: torch.Tensor) -> Value:
+    """The whole tensor on worker 0 (on others, one without cells if it was split); every worker calls it.
+
+    Args:
+        value: a global tensor, a DTensor of torch, or a plain tensor, of which worker 0's counts.
+    """
+    if isinstance(value, GlobalTensor):
+        with torch.no_grad():
+            return Value(value.full_tensor(on=0), value.layout)
+    module = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
+    if module is not None and isinstance(value, module.DTensor):
+        return Value(value.detach().full_tensor())
+    return Value(value.detach())
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two tensors that should be equal are apart.
+
+    Attributes:
+        largest: of all elements.
+        cell: where it is.
+        scale: the largest value in the tensor that is right.
+        allowed: up to where rounding explains it.
+        problem: what is wrong in one sentence; an empty text if the tensors are equal to rounding.
+    """
+
+    largest: float
+    cell: tuple[int, ...]
+    scale: float
+    allowed: float
+    problem: str
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The absolute difference of each two elements, in float64. Equal infinities and two NaNs are equal."""
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    one, other = one.detach().to("cpu", wide), other.detach().to("cpu", wide)
+    equal = (one == other) | (one.isnan() & other.isnan())
+    apart = (one - other).abs()
+    return torch.where(equal, 0.0, torch.where(apart.isnan(), torch.inf, apart))
+
+
+def compare(right: torch.Tensor, found: Value, noise: float) -> Difference:
+    """Compare a tensor with the one that is right.
+
+    Args:
+        noise: by how much the right one changes when its inputs change by their last bit.
+    """
+    other = found.tensor
+    if right.shape != other.shape or right.dtype != other.dtype:
+        problem = f"is {_kind(right)} in the sequential program and {_kind(other)} in the distributed one"
+        return Difference(torch.inf, (), 0.0, 0.0, problem)
+    if not right.numel():
+        return Difference(0.0, (), 0.0, 0.0, "")
+    apart = distance(right, other)
+    largest, at = apart.max().item(), int(apart.argmax())
+    cell = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), right.shape))
+    finite = right.detach().abs().to(torch.float64)
+    scale = finite[finite.isfinite()].max().item() if finite.isfinite().any() else 0.0
+    exact = not (right.dtype.is_floating_point or right.dtype.is_complex)
+    allowed = _MARGIN * (noise + (0.0 if exact else torch.finfo(right.dtype).eps * scale))
+    problem = "" if largest <= allowed else _problem(right, found, apart, allowed)
+    return Difference(largest, cell, scale, allowed, problem)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def _problem(right: torch.Tensor, found: Value, apart: torch.Tensor, allowed: float) -> str:
+    wrong = (apart > allowed).nonzero()
+    order = apart[apart > allowed].argsort(descending=True)
+    cells = [tuple(wrong[i].tolist()) for i in order[:_SHOWN]]
+    shown = "; ".join(
+        f"cell {cell}{_holder(found.layout, cell)} is {right[cell].item():.6g} sequentially and "
+        f"{found.tensor[cell].item():.6g} distributed"
+        for cell in cells
+    )
+    return f"differs in {len(wrong)} of {right.numel()} cells by more than {allowed:.2g}: {shown}"
+
+
+def _holder(layout: Layout | None, cell: Sequence[int]) -> str:
+    if layout is None:
+        return ""
+    holders = [
+        int(worker)
+        for worker in layout.partition.workers.flat
+        if all(start <= i < stop for i, (start, stop) in zip(cell, layout[int(worker)], strict=True))
+    ]
+    return f", which worker {holders[0]} holds," if holders else ""
+
+
+def noise(right: Mapping[Quantity, Value], perturbed: Sequence[Mapping[Quantity, Value]]) -> dict[Quantity, float]:
+    """For each tensor, by how much it changes at most in the perturbed runs; 0 for one that they lack."""
+    return {
+        key: max(
+            (
+                distance(value.tensor, run[key].tensor).max().item()
+                for run in perturbed
+                if key in run and run[key].tensor.shape == value.tensor.shape and value.tensor.numel()
+            ),
+            default=0.0,
+        )
+        for key, value in right.items()
+    }

@@ -1,0 +1,293 @@
+"""The comparison of a distributed program with the sequential one, on the user's own model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from distdl.globals import distribute, distribute_tensor
+from distdl.globals.tensor.structures import map_tensors
+from distdl.partition import Partition
+from distdl.partition.arguments import Split, check_split
+from distdl.verification.certificate import Certificate, versions
+from distdl.verification.quantities import PLURAL, Difference, Quantity, Value, compare, distance, gather, noise
+from distdl.verification.recording import Loss, Optimizer, default_loss, default_optimizer, record
+from distdl.workers.worlds import launched, split_of, world
+
+Program = Callable[..., Mapping[str, torch.Tensor]]
+Values = dict[Quantity, Value]
+_PERTURBED = 3  # sequential runs with inputs and weights that differ in their last bit
+_BACKWARD = "gradient of the output", "gradient of input", "gradient of weight"
+
+
+def verify(
+    model: torch.nn.Module | Program,
+    P: Split | Program,
+    inputs: Any,
+    loss: Loss | None = None,
+    steps: int = 2,
+    optimizer: Optimizer | None = None,
+    weights: str = "replicated",
+) -> Certificate:
+    """Prove that a distributed program computes what the sequential one does. Every worker calls it.
+
+    ``verify(model, P, inputs)`` trains a copy of the model on worker 0 alone, and another one by
+    :func:`distdl.distribute` on the workers of ``P``. It compares the output of every module, the gradient of every
+    output, input and weight, and the weights and buffers after each step. ``model`` itself stays as it is.
+
+    ``verify(sequential, candidate, inputs)`` compares two functions of the user's own, so the candidate may be
+    distributed by other means. Worker 0 alone calls ``sequential(*inputs)``, every worker ``candidate(*inputs)``. Each
+    returns a dict of names and tensors: whole ones, of which worker 0's count, global tensors, or DTensors of torch.
+
+    What is rounding is found by experiment: the sequential program runs three more times, with inputs and weights that
+    differ in their last bit. Two elements are equal if they differ by at most 32 times what that changes in their
+    tensor, and 32 times the rounding of its largest element. In float64, errors stand out most: ``model.double()``.
+
+    Layers of dropout draw other masks on several workers than torch does on one. Here they are switched off, and the
+    certificate says so.
+
+    Args:
+        model: a module that every worker has built; worker 0's weights count.
+        P: the partition over which the inputs are split, or its shape.
+        inputs: a tensor, a tuple of the arguments, or a dict of arguments by name; the same on every worker. Tensors
+            with as many dims as ``P`` has axes, or more, are split over it.
+        loss: takes the model's output and gives a tensor of one element. By default, a mean of all outputs in which
+            each element has another weight.
+        steps: how many steps of training; each takes the same inputs.
+        optimizer: takes the parameters, as ``torch.optim.AdamW`` does. By default SGD with momentum.
+        weights: as of :func:`distdl.distribute`.
+    Returns: the certificate, on every worker. Print it.
+    Raises: AssertionError, the same on every worker, that names the first tensor that differs in the forward, and in
+        the backward, with cells, values, and the worker that holds them. ValueError, on every worker, if two runs of
+        the sequential program differ; RuntimeError, likewise, if it fails.
+    """
+    if isinstance(model, torch.nn.Module):
+        check_split("verify", "P", P)
+        grid = split_of(P, "verify")  # type: ignore[arg-type]  # check_split has seen that it is no function
+        return _verify_model(model, grid, inputs, loss or default_loss, steps, optimizer or default_optimizer, weights)
+    if not callable(model) or not callable(P) or isinstance(P, Partition):
+        raise TypeError(
+            "verify takes a module and a partition, or two functions that return dicts of tensors; got "
+            f"{type(model).__name__} and {type(P).__name__}"
+        )
+    return _verify_functions(model, P, inputs)
+
+
+def _verify_model(
+    model: torch.nn.Module,
+    P: Partition,
+    inputs: Any,
+    loss: Loss,
+    steps: int,
+    optimizer: Optimizer,
+    weights: str,
+) -> Certificate:
+    prepared, not_compared = _without_dropout(model)
+    arguments = _arguments(inputs)
+
+    def sequentially(number: int) -> Values:
+        own = deepcopy(prepared)
+        if number:
+            _perturb_weights(own, number)
+        given = map_tensors(arguments, lambda tensor: _perturbed(tensor, number)) if number else arguments
+        found = record(own, given, loss, optimizer, steps)
+        return {key: Value(tensor) for key, tensor in found.items()}
+
+    def distributed() -> Values:
+        own = distribute(deepcopy(prepared), P, weights=weights)
+        given = map_tensors(arguments, lambda tensor: _split(tensor, P))
+        found = record(own, given, loss, optimizer, steps)
+        return _gathered(found)
+
+    subject = type(model).__name__
+    return _proven(subject, sequentially, distributed, tuple(map(int, P.shape)), steps, not_compared)
+
+
+def _verify_functions(sequential: Program, candidate: Program, inputs: Any) -> Certificate:
+    args, kwargs = _arguments(inputs)
+
+    def of(results: Mapping[str, torch.Tensor]) -> dict[Quantity, torch.Tensor]:
+        if not isinstance(results, Mapping) or not all(isinstance(one, torch.Tensor) for one in results.values()):
+            raise TypeError("a program that verify compares returns a dict of names and tensors")
+        return {Quantity(1, "result", name): tensor for name, tensor in results.items()}
+
+    def sequentially(number: int) -> Values:
+        given = map_tensors((args, kwargs), lambda tensor: _perturbed(tensor, number))
+        return {key: Value(tensor.detach()) for key, tensor in of(sequential(*given[0], **given[1])).items()}
+
+    def distributed() -> Values:
+        given = map_tensors((args, kwargs), lambda tensor: tensor.detach().clone())
+        return _gathered(of(candidate(*given[0], **given[1])))
+
+    subject = getattr(candidate, "__name__", type(candidate).__name__)
+    return _proven(subject, sequentially, distributed, None, 1, ())
+
+
+def _proven(
+    subject: str,
+    sequentially: Callable[[int], Values],
+    distributed: Callable[[], Values],
+    partition: tuple[int, ...] | None,
+    steps: int,
+    not_compared: tuple[str, ...],
+) -> Certificate:
+    """Run both programs, compare them on worker 0, and tell every worker the outcome.
+
+    Args:
+        sequentially: takes the number of a perturbation, 0 for none.
+    """
+    P = world()
+    found = distributed()
+    outcome = None
+    if P.rank == 0:
+        try:
+            right = sequentially(0)
+            _check_repeats(right, sequentially(0))
+            perturbed = [sequentially(1 + number) for number in range(_PERTURBED)]
+        except Exception as error:  # the others wait for the outcome, so they have to be told
+            kind = "ValueError" if isinstance(error, _RandomError) else "RuntimeError"
+            outcome = {"error": kind, "text": f"verify: the sequential program failed: {error!r}"}
+            if isinstance(error, _RandomError):
+                outcome["text"] = str(error)
+        else:
+            outcome = _outcome(subject, right, found, noise(right, perturbed), partition, steps, not_compared)
+    outcome = P.broadcast_data(outcome)
+    if "error" in outcome:
+        raise _ERRORS[outcome["error"]](outcome["text"])
+    return Certificate(**{field.name: outcome[field.name] for field in fields(Certificate)})
+
+
+_ERRORS: dict[str, type[Exception]] = {
+    "AssertionError": AssertionError,
+    "ValueError": ValueError,
+    "RuntimeError": RuntimeError,
+}
+
+
+class _RandomError(ValueError):
+    pass
+
+
+def _check_repeats(one: Values, other: Values) -> None:
+    for key, value in one.items():
+        if (
+            key not in other
+            or value.tensor.shape != other[key].tensor.shape
+            or distance(value.tensor, other[key].tensor).any()
+        ):
+            raise _RandomError(
+                f"verify compares programs that compute the same on each call; two sequential runs differ in {key}. "
+                "Does it draw random numbers? Switch that off, or draw them before and pass them in"
+            )
+
+
+def _outcome(
+    subject: str,
+    right: Values,
+    found: Values,
+    rounding: Mapping[Quantity, float],
+    partition: tuple[int, ...] | None,
+    steps: int,
+    not_compared: tuple[str, ...],
+) -> dict[str, Any]:
+    """The attributes of the certificate, or the name of an error and its text."""
+    missing = [key for key in right if key not in found] + [key for key in found if key not in right]
+    if missing:
+        has, lacks = ("sequential", "distributed") if missing[0] in right else ("distributed", "sequential")
+        text = f"{subject}: the {has} program computes {missing[0]}, and the {lacks} one does not"
+        return {"error": "AssertionError", "text": f"{text} ({len(missing)} such tensors)"}
+    differences = {key: compare(value.tensor, found[key], rounding[key]) for key, value in right.items()}
+    if any(one.problem for one in differences.values()):
+        return {"error": "AssertionError", "text": _told(subject, differences)}
+    counted = Counter(PLURAL[key.kind] for key in right)
+    worst, largest = max(differences.items(), key=lambda item: item[1].largest)
+    margins = [one.largest / one.allowed for one in differences.values() if one.largest]
+    return {
+        "subject": subject,
+        "workers": world().size,
+        "partition": partition,
+        "backend": launched() or "serial",
+        "dtypes": tuple(sorted({str(value.tensor.dtype).removeprefix("torch.") for value in right.values()})),
+        "steps": steps,
+        "compared": dict(counted),
+        "largest": largest.largest,
+        "where": f"{worst}, cell {largest.cell}",
+        "scale": largest.scale,
+        "margin": max(margins, default=0.0),
+        "not_compared": not_compared,
+        "versions": versions(),
+    }
+
+
+def _told(subject: str, differences: Mapping[Quantity, Difference]) -> str:
+    """The first tensor that differs in the forward and in the backward, and the last that agrees before each."""
+    wrong = [key for key, one in differences.items() if one.problem]
+    lines = [f"{subject}: the distributed program does not compute what the sequential one does."]
+    for title, within in (("forward", False), ("backward", True)):
+        keys = [key for key in differences if (key.kind in _BACKWARD) == within]
+        first = next((key for key in keys if differences[key].problem), None)
+        if first is not None:
+            before = keys[: keys.index(first)]
+            lines.append(f"First in the {title}, {first} {differences[first].problem}.")
+            lines += [f"The last that agrees before it is {before[-1]}."] if before else []
+    lines.append(f"{len(wrong)} of {len(differences)} tensors differ.")
+    return "\n".join(lines)
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def _split(tensor: torch.Tensor, P: Partition) -> torch.Tensor:
+    return distribute_tensor(tensor, P) if tensor.ndim >= len(P.shape) else tensor
+
+
+def _gathered(found: Mapping[Quantity, torch.Tensor]) -> Values:
+    """The whole tensors on worker 0. Every worker has to have recorded the same ones."""
+    keys = sorted(found)
+    recorded = world().allgather_data([str(key) for key in keys])
+    for worker, names in enumerate(recorded):
+        if names != recorded[0]:
+            other = next(iter(set(names) ^ set(recorded[0])), "another order")
+            raise AssertionError(
+                f"every worker has to compute the same tensors; workers 0 and {worker} differ in {other}"
+            )
+    whole = {key: gather(found[key]) for key in keys}
+    return {key: whole[key] for key in found}
+
+
+def _without_dropout(model: torch.nn.Module) -> tuple[torch.nn.Module, tuple[str, ...]]:
+    """A copy whose layers of dropout do nothing, and sentences that say which these are."""
+    own = deepcopy(model)
+    off = []
+    for name, module in own.named_modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p:
+            module.p = 0.0
+            off.append(name)
+    sentence = f"dropout, which is switched off in {', '.join(off)}: it draws other masks on several workers"
+    return own, (sentence,) if off else ()
+
+
+def _perturb_weights(model: torch.nn.Module, number: int) -> None:
+    for parameter in model.parameters():
+        parameter.data = _perturbed(parameter.data, number)
+
+
+def _perturbed(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    """A copy, of which each element that is no integer is larger or smaller by about its last bit.
+
+    Args:
+        number: which perturbation; 0 for none.
+    """
+    if not number or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        return tensor.detach().clone()
+    generator = torch.Generator().manual_seed(number)
+    signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
+    return tensor.detach() * (1 + torch.finfo(tensor.dtype).eps * signs.to(tensor.dtype))
