@@ -1,5 +1,5 @@
-"""The command line: ``distdl run -n 4 [--backend NAME] SCRIPT [ARGS]``, ``distdl inspect PATH [--check]``,
-``distdl convert SOURCE TARGET`` and ``distdl draw WHAT``.
+"""The command line: ``distdl run -n 4 [--backend NAME] SCRIPT [ARGS]``, ``distdl summary|suggest|verify MODEL``,
+``distdl inspect PATH [--check]``, ``distdl convert SOURCE TARGET`` and ``distdl draw WHAT``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from distdl import __version__
 from distdl.backends import chosen, find, names
 from distdl.checkpoint.converting import convert
 from distdl.checkpoint.inspecting import inspect
+from distdl.commands import UsageError, add_suggest, add_summary, add_verify
 from distdl.drawing import Drawing
 from distdl.drawing.command import add_arguments, pictured
 from distdl.workers.launch import run_workers
@@ -30,6 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--backend", help=f"{known} (default: what DISTDL_BACKEND names, else threads)")
     run.add_argument("script", type=Path)
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    add_summary(commands.add_parser("summary", help="tell what a model would need on several workers"))
+    add_suggest(commands.add_parser("suggest", help="rank the ways to split a model's input"))
+    add_verify(commands.add_parser("verify", help="prove that a model computes the same on several workers"))
     look = commands.add_parser("inspect", help="tell what is in a checkpoint")
     look.add_argument("path", type=Path)
     look.add_argument("--check", action="store_true", help="compare all checksums, too")
@@ -43,6 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
     picture = commands.add_parser("draw", help="draw where a tensor lies, or who sends what to whom")
     add_arguments(picture)
     options = parser.parse_args(arguments)
+    if "command" in options:
+        try:
+            return int(options.command(options))
+        except UsageError as error:
+            parser.error(str(error))
     if "picture" in options:
         return _drawn(options, picture)
     if "path" in options:

@@ -53,31 +53,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for kind, words in _WORDS.items():
         one = kinds.add_parser(kind, help=words, description=words, add_help=parser.add_help)
         if kind in _SPREADS or kind in _ALONG:
-            one.add_argument("P_x", type=_places, help="workers along each axis, as 2x2")
+            one.add_argument("P_x", type=places, help="workers along each axis, as 2x2")
             if kind in _SPREADS:
-                one.add_argument("P_y", type=_places, help="those of the result, as 1x4")
+                one.add_argument("P_y", type=places, help="those of the result, as 1x4")
             else:
-                one.add_argument("--axes", type=_numbers, default=(0,), help="axes of P_x, as 0 or 0x1 (default: 0)")
+                one.add_argument("--axes", type=numbers, default=(0,), help="axes of P_x, as 0 or 0x1 (default: 0)")
             own = kind in ("broadcast", "sum-reduce", "all-sum-reduce")
             what = "of each worker's tensor" if own else "of the whole tensor"
-            one.add_argument("--shape", type=_numbers, required=not own, help=f"shape {what}, as 8x8")
+            one.add_argument("--shape", type=numbers, required=not own, help=f"shape {what}, as 8x8")
         else:
             space = ": dims of space alone" if kind in ("conv", "pool") else ""
-            one.add_argument("shape", type=_numbers, help=f"shape of the whole tensor, as 33x47{space}")
-            one.add_argument("--workers", type=_places, required=True, help="workers along each dim, as 2x2")
+            one.add_argument("shape", type=numbers, help=f"shape of the whole tensor, as 33x47{space}")
+            one.add_argument("--workers", type=places, required=True, help="workers along each dim, as 2x2")
         if kind == "halo":
             one.add_argument(
                 "--width",
-                type=_numbers,
+                type=numbers,
                 default=(1,),
                 help="cells around a block: one number, or one for each dim, as 1x2 (default: 1)",
             )
         if kind in ("conv", "pool"):
-            one.add_argument("--kernel", type=_numbers, required=True, help="one number, or one for each dim, as 3x5")
-            one.add_argument("--stride", type=_numbers, default=None, help="default: 1, of a pooling the kernel")
+            one.add_argument("--kernel", type=numbers, required=True, help="one number, or one for each dim, as 3x5")
+            one.add_argument("--stride", type=numbers, default=None, help="default: 1, of a pooling the kernel")
             for option, default in (("--padding", 0), ("--dilation", 1)):
-                one.add_argument(option, type=_numbers, default=(default,), help=f"default: {default}")
-        one.add_argument("--dtype", type=_dtype, help="as float32: amounts are then in bytes, not in cells")
+                one.add_argument(option, type=numbers, default=(default,), help=f"default: {default}")
+        one.add_argument("--dtype", type=dtype_of, help="as float32: amounts are then in bytes, not in cells")
         one.add_argument("-o", "--output", type=Path, help="where to write it: .svg or .png (without: as text)")
 
 
@@ -147,20 +147,23 @@ def _partition(world: Imagined, shape: Shape) -> CartesianPartition:
     return CartesianPartition(world, np.arange(prod(shape)).reshape(shape))
 
 
-def _numbers(text: str) -> Shape:
+def numbers(text: str) -> Shape:
+    """An argument such as ``8x8``."""
     numbers = text.lower().split("x")
     if not all(number.isdecimal() for number in numbers):
         raise argparse.ArgumentTypeError(f"whole numbers are needed, with x between them, as 2x2; got {text}")
     return tuple(map(int, numbers))
 
 
-def _places(text: str) -> Shape:
-    if 0 in _numbers(text):
+def places(text: str) -> Shape:
+    """The shape of a partition: an argument such as ``2x2``, without a zero."""
+    if 0 in numbers(text):
         raise argparse.ArgumentTypeError(f"at least one worker along each axis is needed; got {text}")
-    return _numbers(text)
+    return numbers(text)
 
 
-def _dtype(text: str) -> torch.dtype:
+def dtype_of(text: str) -> torch.dtype:
+    """A dtype of torch by its name."""
     found = getattr(torch, text, None)
     if not isinstance(found, torch.dtype):
         raise argparse.ArgumentTypeError(f"a dtype of torch is needed, as float32; got {text}")
