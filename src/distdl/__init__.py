@@ -16,6 +16,7 @@ from distdl.globals import (
 from distdl.globals.summary import suggest, summary
 from distdl.nn.checking import check
 from distdl.partition import CartesianPartition, Partition
+from distdl.tracing import trace
 from distdl.transport.communicator import CommunicationError
 from distdl.verification import verify
 from distdl.workers.launch import run_workers
@@ -57,6 +58,7 @@ __all__ = [
     "save",
     "suggest",
     "summary",
+    "trace",
     "utilities",
     "verify",
     "world",

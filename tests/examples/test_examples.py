@@ -105,9 +105,10 @@ def printed_examples():
 
 
 @pytest.mark.parametrize(("code", "output"), list(printed_examples()))
-def test_documented_example_prints_what_stands_below_it(code, output, tmp_path, capsys):
+def test_documented_example_prints_what_stands_below_it(code, output, tmp_path, monkeypatch, capsys):
     script = tmp_path / "example.py"
     script.write_text(code)
+    monkeypatch.chdir(tmp_path)  # an example may write files
     runpy.run_path(str(script), run_name="__main__")
     assert capsys.readouterr().out == output
 
