@@ -45,4 +45,5 @@ from distdl.globals.functions import (
 )
 from distdl.globals.gradients import autograd, replicated
 from distdl.globals.moving import conversion
+from distdl.globals.tensor import local, nn_modules, torch_dispatch, torch_function
 from distdl.globals.views import strides

@@ -15,13 +15,14 @@ from distdl.globals.blocks.local_results import edge_of, global_of, is_place, la
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.tensor.block import Block, as_blocks
 from distdl.globals.tensor.failed import meet_in
-from distdl.globals.tensor.global_tensor import GlobalTensor, check_one_world
+from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.provenance import check_no_block
 from distdl.globals.tensor.replicas import current, entered, plain_of
 from distdl.globals.tensor.running import is_on_blocks, on_blocks
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import name_of
+from distdl.globals.tensor.torch_function import check_one_world
 from distdl.partition.arguments import checks_arguments
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.memory import without_memory

@@ -12,10 +12,10 @@ import torch
 from distdl import nn
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.moving.alignment import part_of
-from distdl.globals.tensor.block import check_unmixed
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.running import on_blocks
 from distdl.globals.tensor.table import METHODS
+from distdl.globals.tensor.torch_function import check_unmixed
 from distdl.partition import Partition
 from distdl.partition.groups import IntArray
 from distdl.partition.sharing import gather_values

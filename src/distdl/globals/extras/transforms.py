@@ -27,13 +27,14 @@ from torch._functorch import eager_transforms
 from torch.utils import _pytree as pytree
 
 from distdl.globals.extras.late import original_of
-from distdl.globals.tensor.block import TRANSFORMED, Block
+from distdl.globals.tensor.block import Block
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import own_of
 from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.running import is_on_blocks, tells_blocks
 from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.tensor.table import composite
+from distdl.globals.tensor.torch_function import TRANSFORMED
 from distdl.globals.views.aliasing import base_of
 from distdl.partition.sharing import gather_values
 from distdl.tensors.derivatives import KEEPS_TENSORS, MADE_BY, saved_tensors_hooks

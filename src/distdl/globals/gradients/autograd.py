@@ -14,7 +14,8 @@ from distdl.globals.gradients.parts import summed, variable_of
 from distdl.globals.moving.alignment import entire, part_of
 from distdl.globals.moving.conversion import NO_TANGENTS
 from distdl.globals.tensor.failed import meet_in
-from distdl.globals.tensor.global_tensor import GlobalTensor, note_requires
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.graph_state import note_requires
 from distdl.globals.tensor.local import block_of, own_of
 from distdl.globals.tensor.replicas import Replica, parameter_of, plain_of
 from distdl.globals.tensor.running import is_on_blocks

@@ -26,12 +26,12 @@ from distdl.globals.gradients.parts import enter_results, variable_of
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.moving.alignment import part_of, whole
 from distdl.globals.moving.writes_into_plain import split_beside
-from distdl.globals.tensor.block import check_unmixed
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.provenance import check_origin
 from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.table import REPLICATED, TABLE
+from distdl.globals.tensor.torch_function import check_unmixed
 from distdl.nn.compiling import leave_uncompiled
 from distdl.tensors.function import Function
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl.geometry.boxes import Shape
-from distdl.globals.tensor.global_tensor import NO_BLOCKS
 from distdl.globals.tensor.structures import map_tensors, tensors_in
+from distdl.globals.tensor.torch_dispatch import NO_BLOCKS
 from distdl.globals.views.writes import Writes
 from distdl.tensors.dtypes import dtype_code
 

@@ -1,1 +1,1 @@
-"""The types: global tensors, replicas and blocks; and the table from functions to handlers."""
+"""The types global tensor, replica and block, what torch calls for them, and the table from functions to handlers."""

@@ -7,24 +7,20 @@ In ``distdl.local_map``, which says how, and outside of a forward, blocks are pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from distdl.globals.tensor.running import on_blocks, tells_blocks
-from distdl.globals.tensor.structures import map_tensors, tensors_in
-from distdl.globals.tensor.table import name_of, writes
-from distdl.nn import module as nn_module
-from distdl.nn.compiling import leave_uncompiled
-
-WHOLE: dict[type, str] = {}
-"""The types that must not stand beside a block, and what a message calls them. Each is entered as it is declared."""
+from distdl.globals.tensor.running import tells_blocks
+from distdl.globals.tensor.structures import map_tensors
+from distdl.globals.tensor.table import METHODS
 
 
 class Block(torch.Tensor):
     """A worker's block of a global tensor, or what is computed from blocks."""
 
+    # the same memory and graph as a plain tensor
     _plain: torch.Tensor
 
     @staticmethod
@@ -34,7 +30,7 @@ class Block(torch.Tensor):
         return made
 
     def __getattr__(self, name: str) -> Any:
-        """``_plain`` of what :func:`mark` has made a block: made anew, as a kept one would keep the base alive."""
+        """``_plain`` of a tensor that :func:`mark` has made a block: made at each call, to keep no base alive."""
         if name != "_plain":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return raw_of(self)
@@ -42,71 +38,10 @@ class Block(torch.Tensor):
     @staticmethod
     def _call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module of ``distdl.nn`` gives for blocks: blocks."""
-        check_unmixed(type(module).__name__, map(type, (*args, *kwargs.values())))
-        return in_forward(call, tuple(map(unblocked, args)), {name: unblocked(one) for name, one in kwargs.items()})
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if tells_blocks():
-            check_unmixed(name_of(func), types)
-            if torch._C._are_functorch_transforms_active():
-                raise RuntimeError(TRANSFORMED)
-        blocks: dict[int, Block] = {}
-
-        def plain(one: torch.Tensor) -> torch.Tensor:
-            if type(one) is not Block:
-                return one
-            own = one._plain
-            blocks[id(own)] = one
-            return own
-
-        given, named = map_tensors((args, kwargs), plain)
-        y = func(*given, **named)
-        if not tells_blocks():
-            return y
-        for target in tensors_in(args[:1]) if writes(func, kwargs) else ():
-            if type(target) is torch.Tensor:
-                mark(target, Block)
-
-        def block(one: torch.Tensor) -> torch.Tensor:
-            return blocks[id(one)] if id(one) in blocks else as_block(one)  # (written in place: the same object)
-
-        return map_tensors(y, block)
+        return METHODS["call_module_with_blocks"](module, call, args, kwargs)
 
 
-leave_uncompiled(Block.__dict__["__torch_function__"].__func__)
 Block.__module__ = "torch"  # opt_einsum and others choose by the first name of the class's module
-
-
-TRANSFORMED = (
-    "torch.vmap and the transforms of torch.func do not take a block, as x.to_local() gives it, inside of a "
-    "distributed forward; call them in distdl.local_map, or with the global tensor"
-)
-
-
-def check_unmixed(name: str, types: Iterable[type]) -> None:
-    """Check that a function is not given blocks beside global tensors or weights.
-
-    Raises: RuntimeError.
-    """
-    found = set(types)
-    beside = found & WHOLE.keys()
-    if Block not in found or not beside or not tells_blocks():
-        return
-    others = " and ".join(sorted(WHOLE[one] for one in beside))
-    raise RuntimeError(
-        f"{name} got a block of this worker, as x.to_local() gives it, beside {others}; inside of a distributed "
-        "forward, nobody could tell whose gradient the result has. Call it by distdl.local_map(function)(x, ...), "
-        "which takes the global tensor x itself, and runs the function on blocks; or make the block global, by "
-        "GlobalTensor.from_local(block, P)"
-    )
 
 
 def raw_of(value: torch.Tensor) -> torch.Tensor:
@@ -152,15 +87,3 @@ def relabel(target: torch.Tensor, kind: Any, **attributes: Any) -> None:
     if type(target) is torch.Tensor:
         target.__class__ = kind
         target.__dict__.update(attributes)
-
-
-def in_forward(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a module of ``distdl.nn`` gives for plain tensors: inside of a distributed forward, blocks."""
-    if not tells_blocks():
-        return call(*args, **kwargs)
-    with on_blocks():
-        y = call(*args, **kwargs)
-    return as_blocks(y)
-
-
-nn_module.call_in_forward = in_forward

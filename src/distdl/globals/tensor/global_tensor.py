@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, Protocol
 
 import torch
 
-from distdl.globals.layouts.context import Context, KnownLayout, other_world, worlds
-from distdl.globals.tensor import debug
-from distdl.globals.tensor.block import WHOLE, Block, as_block, check_unmixed, unblocked
-from distdl.globals.tensor.ddp_and_fsdp import check_unwrapped
-from distdl.globals.tensor.failed import depends_on_values, meet_in
-from distdl.globals.tensor.provenance import note_local
-from distdl.globals.tensor.replicas import Replica, complex_part, without_gradients
-from distdl.globals.tensor.structures import map_tensors, tensors_in
-from distdl.globals.tensor.table import METHODS, TABLE, check_is_tensor, name_of
-from distdl.nn.compiling import leave_uncompiled
+from distdl.globals.layouts.context import Context, KnownLayout
+from distdl.globals.tensor.table import METHODS
 from distdl.partition import Layout
 from distdl.partition.arguments import Split
-from distdl.tensors.connection import is_ordinary_view, replayed
-from distdl.tensors.derivatives import recorded
-from distdl.tensors.function import TransformError
+from distdl.tensors.connection import replayed
 
-_base: Any = torch._C.TensorBase  # (its attributes are computed; their types say what they give)
 _has_no_memory: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 _NOWHERE = torch.device("meta")
-NO_BLOCKS = (
-    "of which no worker can have a block. Make it of x.full_tensor(); or in the place of a nested tensor, pad tensors "
-    "to one length, stack them, and keep a mask"
-)
-_raw_node = _base.grad_fn.__get__
-_raw_wants, _raw_requires = _base.requires_grad.__get__, _base.requires_grad.__set__
+
+
+def complex_part(name: str) -> Any:
+    """The attribute ``real`` or ``imag``: torch's, but for its setter, which asks no subclass of tensors.
+
+    (Of a copy that follows from weights it reads the node of what has been written, and waits for itself then.)
+    """
+    base: Any = torch._C.TensorBase
+    get: Callable[[Any], torch.Tensor] = getattr(base, name).__get__
+
+    def set_part(x: Any, value: Any) -> None:
+        get(x)[...] = value
+
+    return property(lambda x: get(x), set_part)
 
 
 class Tie(Protocol):
@@ -94,85 +89,6 @@ class GlobalTensor(torch.Tensor):
         made._wants = wants
         return made
 
-    # -- what torch calls
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if torch._C._are_functorch_transforms_active():  # (what is set up now, and kept, would be wrapped)
-            raise TransformError
-        if Block in types:
-            check_unmixed(name_of(func), types)
-            args, kwargs = map_tensors((args, kwargs or {}), unblocked)
-        if Replica in types:
-            args, kwargs = without_gradients(args, kwargs or {})
-        if worlds.count > 1 and func not in _DIFFERENTIATING and not _is_of_lists(func):
-            check_one_world(name_of(func), (args, kwargs))
-        handler = TABLE.get(func)
-        if handler is None:
-            handler = TABLE[None]  # the fallback
-        if kwargs and "out" in kwargs:
-            if kwargs["out"] is not None:
-                handler = TABLE["out"]
-            else:
-                kwargs = {name: value for name, value in kwargs.items() if name != "out"}
-        if kwargs and ("axis" in kwargs or "keepdims" in kwargs) and isinstance(func, _COMPILED) and func in TABLE:
-            kwargs = {_NUMPY.get(name, name): value for name, value in kwargs.items()}
-        if kwargs and not args and "input" in kwargs and isinstance(func, _COMPILED) and func not in _INPUT_LATER:
-            args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
-        around, _handled.func = _handled.func, func
-        try:
-            y = debug.noted(handler, func, args, kwargs or {}) if debug.on else handler(func, args, kwargs or {})
-            if not torch.is_grad_enabled():
-                _settle_view(y)
-            return y
-        except AttributeError as error:
-            check_is_tensor(error.obj, func, args, kwargs or {})
-            raise
-        except RuntimeError as error:
-            if depends_on_values(error):
-                one: Any = next(one for one in tensors_in((args, kwargs)) if type(one) in (GlobalTensor, Replica))
-                meet_in(error, f"a call of {name_of(func)}", one._context)
-            raise
-        finally:
-            _handled.func = around
-
-    @classmethod  # (torch's stubs have the default, a function of C)
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.prim.device.default:  # C++ code groups tensors by their devices
-            return args[0]._block.device
-        if func is torch.ops.aten.detach.default:  # autograd hands out what it has saved for a checkpoint
-            return cls._of(args[0]._block.detach(), args[0]._layout)
-        if func in _COPIES:  # as torch.as_tensor does
-            with recorded():
-                return cls._of(func(args[0]._block, *args[1:], **(kwargs or {})), args[0]._layout)
-        if func is torch.ops.aten.set_.source_Tensor and type(args[0]) is cls:  # as parametrisations do
-            return TABLE[func](func, args, kwargs or {})
-        if (
-            func is torch.ops.aten._local_scalar_dense.default
-        ):  # a number is asked for, as by torch.full((2, 3), x.max())
-            return _number(args[0])
-        if func is torch.ops.aten.copy_.default and type(args[0]) is not GlobalTensor:
-            raise RuntimeError(
-                "a global tensor would be written into a plain tensor, which is the same on every worker, where nobody "
-                "asks us (as plain.real = x does); make what is written global first"
-            )
-        if func is torch.ops.aten._nested_tensor_from_tensor_list.default:
-            raise TypeError(f"nested_tensor of a global tensor: its result is a nested tensor, {NO_BLOCKS}")
-        check_unwrapped()
-        raise TransformError(
-            f"{func} has reached a global tensor without passing through its table of functions (as scripted "
-            "functions, C++ code, and transforms of torch.func do); a block would be taken for the whole tensor. Call "
-            "it on x.to_local() or x.full_tensor(), or through distdl.local_map"
-        )
-
     # -- what is known without a message (torch's stubs let all of it be written)
 
     @property
@@ -199,9 +115,8 @@ class GlobalTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        if is_leaf(self):  # (so is a view made without gradients, which requires one as its base does)
-            check_usable(self)
-        return self._block.requires_grad
+        required: bool = METHODS["requires_grad"](self)
+        return required
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -258,9 +173,8 @@ class GlobalTensor(torch.Tensor):
         Inside of a distributed forward it is an error beside a weight or a global tensor: :func:`distdl.local_map` runs
         a function of both.
         """
-        check_usable(self)
-        note_local(self._block)
-        return as_block(self._block)
+        block: torch.Tensor = METHODS["to_local"](self)
+        return block
 
     def full_tensor(self, on: int | None = None) -> torch.Tensor:
         """The whole tensor, as a plain tensor. Collective; differentiable.
@@ -301,9 +215,8 @@ class GlobalTensor(torch.Tensor):
         )
 
     def __copy__(self) -> GlobalTensor:
-        check_usable(self)
-        view: GlobalTensor = METHODS["whole_view"](self, self._block.detach().requires_grad_(self._block.requires_grad))
-        return view
+        copied: GlobalTensor = METHODS["copy"](self)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -312,128 +225,4 @@ class GlobalTensor(torch.Tensor):
         )
 
 
-WHOLE[GlobalTensor] = "a global tensor"
-leave_uncompiled(GlobalTensor.__dict__["__torch_function__"].__func__)
-
-# torch.tensor(x); torch.asarray(x, copy=True); torch.Tensor(x)
-_COPIES = frozenset([torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.alias.default])
-
-
-def _below(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator that a mode which sees each of them, as a selective checkpoint does, has got and calls itself."""
-    return GlobalTensor.__torch_dispatch__(func, (GlobalTensor,), args, kwargs)
-
-
-TABLE.update(dict.fromkeys((torch.ops.prim.device.default, torch.ops.aten.detach.default, *_COPIES), _below))
-
-# (torch's own functions take these names of NumPy's, too)
-_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
-_COMPILED = (BuiltinFunctionType, MethodDescriptorType)
-# (of all others, it is the first argument)
-_INPUT_LATER = frozenset([torch.where, torch.searchsorted, torch.polygamma, torch.special.polygamma])
-
-
-class _Handled(threading.local):
-    """Which function of global tensors a worker is in.
-
-    Attributes:
-        func: the function; None outside of all.
-    """
-
-    func: Any = None
-
-
-_handled = _Handled()
-# (in which a checkpoint computes its forward again, on every worker)
-_DIFFERENTIATING = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-
-
-def _number(x: GlobalTensor) -> Any:
-    """The value of a tensor without dims, which torch's own code takes for a number; it comes to every worker.
-
-    Raises: TypeError where that is inside a function of global tensors, for not every worker may get as far as there.
-    """
-    func = _handled.func
-    if func is not None and func not in _DIFFERENTIATING:
-        name = getattr(func, "__name__", "a function")
-        raise TypeError(f"{name} of a global tensor needs a number where it got another one; pass its .item()")
-    return x.item()
-
-
 GlobalTensor.__module__ = "torch"  # opt_einsum and others choose by the first name of the class's module
-
-
-def note_requires(x: GlobalTensor) -> None:
-    """Take note of whether the block of a global tensor requires a gradient, which may have changed in place."""
-    wants = x._block.requires_grad
-    if wants is x._wants or (wants and not (x._block.is_floating_point() or x._block.is_complex())):
-        return  # (``number.lt_(x)`` has a graph, which torch lets no leaf say)
-    x._wants = wants
-    with torch._C.DisableTorchFunctionSubclass():
-        _raw_requires(x, wants)  # for check_usable
-
-
-def _settle_view(y: Any) -> None:
-    """Let what a function has given without gradients be no view, if in torch it is none: it may be written later."""
-    if type(y) is GlobalTensor:
-        # (of a view that was made without gradients, torch refuses that, but only the workers would whose block is one)
-        if y._block._is_view() and not is_ordinary_view(y._block):
-            if "_views_of" not in y.__dict__:
-                y._block = y._block.detach()
-            elif "_memory" in y.__dict__:
-                y._memory.has_plain_views = True
-    elif isinstance(y, (tuple, list)):  # (also with names, as of max)
-        for one in y:
-            _settle_view(one)
-
-
-def is_leaf(x: GlobalTensor) -> bool:
-    """Whether the block of a global tensor is a leaf; it counts as one where nothing is recorded.
-
-    (There, torch asks nobody, and would raise for a view of what requires a gradient once it has been written.)
-    """
-    return not torch.is_grad_enabled() or x._block.is_leaf
-
-
-def _is_of_lists(func: Any) -> bool:
-    """Whether a function does the same to each tensor of a list, as those of optimisers do."""
-    name = getattr(func, "__name__", "")
-    return "_foreach_" in name or "_fused_" in name
-
-
-def check_one_world(name: str, values: Any) -> None:
-    """Check that what stands in one function is of one world: the same numbers are other workers in another.
-
-    Raises: ValueError if it is not.
-    """
-    given = [one for one in tensors_in(values) if type(one) in (GlobalTensor, Replica)]
-    found: dict[Context, None] = dict.fromkeys(one._context for one in given)  # type: ignore[attr-defined]  # (both have it)
-    if len(found) > 1:
-        raise other_world(name, *found)
-
-
-def check_usable(x: GlobalTensor) -> None:
-    """Check that a global tensor is what its block says.
-
-    Raises: RuntimeError if it came out of an autograd function that knows nothing of blocks, or if it was written
-        through another name.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        node, wants = _raw_node(x), _raw_wants(x)
-    if node is None and wants and not x._block.requires_grad:
-        if "_views_of" in x.__dict__:  # (a view made without gradients requires one as long as its base does)
-            note_requires(x)
-        else:  # one that autograd has saved, and handed out again
-            x._block = x._block.detach().requires_grad_()
-    if node is not None:
-        name = type(node).__name__.removesuffix("Backward")
-        raise RuntimeError(
-            f"the autograd function {name} was applied to a global tensor by a reference to {name}.apply that is older "
-            "than the import of distdl; it computes on the whole tensor, but its gradient would be lost. Import distdl "
-            "before the module that takes this reference"
-        )
-    for tie in x.__dict__.get("_ties", ()):
-        tie.check(x)
-    memory = x.__dict__.get("_memory")
-    if memory is not None and memory.family is not None:
-        memory.check(x)

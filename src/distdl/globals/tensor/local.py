@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from distdl.globals.tensor.global_tensor import GlobalTensor, check_usable, is_leaf
+from distdl.globals.tensor.block import as_block
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.graph_state import check_usable, is_leaf
+from distdl.globals.tensor.provenance import note_local
 from distdl.globals.tensor.replicas import plain_of
+from distdl.globals.tensor.table import METHODS
 
 
 def block_of(x: GlobalTensor) -> torch.Tensor:
@@ -21,3 +25,20 @@ def block_of(x: GlobalTensor) -> torch.Tensor:
 def own_of(x: torch.Tensor) -> torch.Tensor:
     """What this worker has of a tensor: of a global one its block, of a copy the plain tensor; others as they are."""
     return block_of(x) if type(x) is GlobalTensor else plain_of(x)
+
+
+def _to_local(x: GlobalTensor) -> torch.Tensor:
+    """See :meth:`GlobalTensor.to_local`."""
+    check_usable(x)
+    note_local(x._block)
+    return as_block(x._block)
+
+
+def _copy(x: GlobalTensor) -> GlobalTensor:
+    """A view of all of x, which requires a gradient as x does: what ``copy.copy(x)`` gives."""
+    check_usable(x)
+    view: GlobalTensor = METHODS["whole_view"](x, x._block.detach().requires_grad_(x._block.requires_grad))
+    return view
+
+
+METHODS.update(to_local=_to_local, copy=_copy)

@@ -12,31 +12,16 @@ from typing import Any, Protocol, overload
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from distdl.globals.layouts.context import Context, other_world
+from distdl.globals.layouts.context import Context
 from distdl.globals.tensor import debug
-from distdl.globals.tensor.block import WHOLE, Block, check_unmixed, mark, raw_of, unblocked
+from distdl.globals.tensor.block import Block, raw_of, unblocked
 from distdl.globals.tensor.checksums import Samples
 from distdl.globals.tensor.comparing import Look, Turn
+from distdl.globals.tensor.global_tensor import complex_part
 from distdl.globals.tensor.gradient_sums import enter
 from distdl.globals.tensor.provenance import OLD_REFERENCE, has_entered
-from distdl.globals.tensor.running import is_on_blocks
 from distdl.globals.tensor.structures import map_tensors, tensors_in
-from distdl.globals.tensor.table import OPERATOR, REPLICATED, name_of, writes
-from distdl.nn.compiling import leave_uncompiled
-
-
-def complex_part(name: str) -> Any:
-    """The attribute ``real`` or ``imag``: torch's, but for its setter, which asks no subclass of tensors.
-
-    (Of a copy that follows from weights it reads the node of what has been written, and waits for itself then.)
-    """
-    base: Any = torch._C.TensorBase
-    get: Callable[[Any], torch.Tensor] = getattr(base, name).__get__
-
-    def set_part(x: Any, value: Any) -> None:
-        get(x)[...] = value
-
-    return property(lambda x: get(x), set_part)
+from distdl.globals.tensor.table import METHODS
 
 
 class Since(Protocol):
@@ -77,7 +62,7 @@ class Replica(torch.Tensor):
         return made
 
     def __getattr__(self, name: str) -> Any:
-        """The plain tensor of one that was plain until a copy was written into it: not kept, as it keeps its base."""
+        """``_plain`` of a tensor that :func:`mark` has made a replica: made at each call, to keep no base alive."""
         if name != "_plain":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return raw_of(self)
@@ -112,122 +97,20 @@ class Replica(torch.Tensor):
 
     @staticmethod
     def _call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a module of ``distdl.nn`` does with arguments of which the first that is not plain is a copy.
-
-        Raises: RuntimeError, but in a function on blocks, or beside a global tensor.
-        """
-        every = (*args, *kwargs.values())
-        check_unmixed(type(module).__name__, map(type, every))
-        for one in every:
-            if _is_global(type(one)):
-                return type(one)._call_module(module, call, args, kwargs)
-        if not hasattr(module, "P_x"):  # (what it is made of takes them)
-            return call(*args, **kwargs)
-        if not is_on_blocks():
-            raise RuntimeError(_NO_MODULE.format(type(module).__name__))
-        return call(*map(plain_of, args), **{name: plain_of(one) for name, one in kwargs.items()})
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if Block in types:
-            check_unmixed(name_of(func), types)
-        if any(one is Block or _is_global(one) for one in types):
-            return NotImplemented  # the other knows better
-        every = tensors_in((args, kwargs or {}))
-        if any(current(value) is not value for value in every):
-            args, kwargs = map_tensors((args, kwargs or {}), current)
-            return func(*args, **kwargs)
-        handler = REPLICATED.get(func)
-        alone = is_on_blocks()
-        if handler is None and isinstance(func, _OPERATORS) and torch.is_grad_enabled() and not alone:
-            handler = REPLICATED[OPERATOR] if _is_own(func) else None
-        if handler is not None:
-            return handler(func, args, kwargs or {})
-        for value in every:
-            if _is_global(type(value)):  # (of which torch has not told us)
-                return type(value).__torch_function__(func, (*types, type(value)), args, kwargs)
-        found = [value for value in every if type(value) is Replica]
-        context = found[0]._context
-        for value in found if torch.is_grad_enabled() else ():
-            if value._context is not context:  # (whose gradient would add up over other workers)
-                raise other_world(name_of(func), context, value._context)
-        written_to = tensors_in(args[:1]) if not alone and writes(func, kwargs or {}) else []
-        plain_ones = [one for one in written_to if type(one) is torch.Tensor]
-        targets = [one for one in plain_ones if not one.requires_grad or has_entered(one, context)]
-        if torch.is_grad_enabled() and len(targets) < len(plain_ones):
-            raise RuntimeError(_REFUSED.format(func.__name__))
-        # (a tensor that has not entered would get this worker's part of its gradient only)
-        copies: dict[int, Replica] = {}
-
-        def plain(value: torch.Tensor) -> torch.Tensor:
-            own = plain_of(value) if alone else entered(value, context, False)
-            if type(value) is Replica:
-                copies[id(own)] = value
-            return own
-
-        given, named = map_tensors((args, kwargs or {}), plain)
-        result = func(*given, **named)
-        if alone:
-            written = copies.get(id(result))
-            # (this worker's own, too, but for a copy that is written without gradients, as by self.w += 1)
-            return result if written is None or torch.is_grad_enabled() else assigned(written)
-        for one in targets:
-            if one.requires_grad:
-                mark(one, Replica, _context=context)
-
-        def wrap(value: Any) -> Any:
-            if type(value) is Replica:  # (the target)
-                return value
-            written = copies.get(id(value))  # (that of a tensor that has become a copy is made for each call)
-            return view_of(found, value, context) if written is None else assigned(written)
-
-        return map_tensors(result, wrap)
-
-
-def _is_global(kind: type) -> bool:
-    """Whether a type is GlobalTensor, whose file imports this one."""
-    return kind in WHOLE and kind is not Replica
+        """What a module of ``distdl.nn`` gives for arguments of which the first that is not plain is a replica."""
+        return METHODS["call_module_with_replicas"](module, call, args, kwargs)
 
 
 debug.SAME.add(Replica)
-WHOLE[Replica] = "a weight of the model"
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_REFUSED = (
-    "{} writes what follows from a parameter into a plain tensor that requires a gradient and has not entered the "
-    "model; write into a clone of it, or use the result of a function out of place"
-)
+Replica.__module__ = "torch"
 WRITTEN = (
     "{} into a weight that is stored in shares, which a forward may only read. Run the first batch, or what else sets "
     'weights, before distdl.distribute, write between two steps, or distribute with weights="replicated"'
-)
-_NO_MODULE = (
-    "{} got a weight of a distributed model, or what is computed from weights, of which each worker has a copy; nobody "
-    "could tell whose gradient the result has. Call it in distdl.local_map, or make the weight global first, by "
-    "distdl.distribute_tensor(w, P)"
 )
 _OUTDATED = (
     "this is a view, or the data, of a weight that is stored in shares, which has been written since: the view has the "
     'values of before. Take it anew, keep a clone(), or distribute with weights="replicated"'
 )
-
-
-def _is_own(operator: Any) -> bool:
-    """Whether an operator is of a user's, and may have a backward of its own: torch refuses one for what writes."""
-    if str(operator).startswith(("aten.", "prims.")):
-        return False
-    single = isinstance(operator, torch._ops.OpOverload)
-    each = [operator] if single else [getattr(operator, name) for name in operator.overloads()]
-    return not any(one._schema.is_mutable for one in each)
-
-
-leave_uncompiled(Replica.__dict__["__torch_function__"].__func__)
-Replica.__module__ = "torch"
 
 
 def copy_of(replica: Replica) -> torch.Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from distdl.nn.compiling import leave_uncompiled
+
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 TABLE: dict[Any, Handler] = {}
@@ -55,6 +57,17 @@ def handles(names: str, spaces: str = "torch Tensor functional special") -> Call
         for function in named(names, spaces):
             TABLE[function] = handler
         return handler
+
+    return enter
+
+
+def torch_calls(kind: type[torch.Tensor]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a function be the ``__torch_function__`` of a type of tensors; compilers leave it as it is."""
+
+    def enter(method: Callable[..., Any]) -> Callable[..., Any]:
+        leave_uncompiled(method)
+        type.__setattr__(kind, "__torch_function__", classmethod(method))
+        return method
 
     return enter
 

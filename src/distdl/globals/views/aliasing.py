@@ -7,7 +7,8 @@ import weakref
 import torch
 
 from distdl.geometry.regions import Region, meet, overlaps_itself
-from distdl.globals.tensor.global_tensor import GlobalTensor, note_requires
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.graph_state import note_requires
 
 
 class Memory:
