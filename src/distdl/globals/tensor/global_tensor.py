@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -54,20 +55,33 @@ class GlobalTensor(torch.Tensor):
         layout: which box of the tensor each worker holds. Each cell is held by exactly one worker; boxes may be empty.
     """
 
-    # (of those of torch's methods that we call ourselves, torch says that they give some tensor)
+    # torch's stubs say of these methods that they give any tensor
     masked_fill: Callable[..., GlobalTensor]
     movedim: Callable[..., GlobalTensor]
     to: Callable[..., GlobalTensor]
 
+    # which box of the tensor each worker holds
     _layout: KnownLayout
-    _block: torch.Tensor
+    # what all global tensors of its world share: layout.context, which is read in each function
     _context: Context
-    _views_of: tuple[Any, ...]  # what it is a view of, what that is a view of, and so on: weak references
-    _strides: tuple[int, ...]  # those of the whole tensor in torch, if it is not contiguous there
-    _offset: int  # how many elements lie before it in that memory, if any
-    _ties: list[Tie]
-    _wants: bool  # whether it says that it requires a gradient
-    _memory: Any  # what it has in common with its views: ties.Memory
+    # this worker's block: a plain tensor, which carries the autograd graph
+    _block: torch.Tensor
+    # the strides that the whole tensor would have in torch; () means contiguous
+    _strides: tuple[int, ...] = ()
+    # how many elements would lie before it in that memory
+    _offset: int = 0
+    # weak references to the tensor of which it is a view, to that of which this one is a view, and so on
+    _views_of: tuple[weakref.ref[GlobalTensor], ...] = ()
+    # what it has in common with all tensors that would share its memory in torch: a views.aliasing.Memory
+    _memory: Any = None
+    # plain tensors, whole on every worker, that would be the same tensor in torch
+    _ties: Sequence[Tie] = ()
+    # how often it was given other data (p.data = ...), of which torch takes no note
+    _given: int = 0
+    # whether it is the .grad of a global tensor
+    _is_gradient: bool = False
+    # whether it is a parameter: torch asks a tensor of a subclass for this name
+    _is_param: bool = False
 
     def __new__(cls, *args: Any, **options: Any) -> GlobalTensor:
         raise TypeError(
@@ -78,15 +92,18 @@ class GlobalTensor(torch.Tensor):
     def _of(block: torch.Tensor, layout: KnownLayout, above: torch.Tensor | None = None) -> GlobalTensor:
         """The global tensor of which this worker has this block; that may be a view of a block that is above."""
         # (on "meta", so that torch refuses it as the .data of a plain tensor, reading which would end the process)
-        wants = block.requires_grad
         made: GlobalTensor = torch.Tensor._make_wrapper_subclass(
-            GlobalTensor, layout.size, dtype=block.dtype, device=_NOWHERE, requires_grad=wants, dispatch_device=True
+            GlobalTensor,
+            layout.size,
+            dtype=block.dtype,
+            device=_NOWHERE,
+            requires_grad=block.requires_grad,
+            dispatch_device=True,
         )
         _has_no_memory(made)  # (C++ code that asks for its address gets an error, and not nothing to read from)
         made._block = replayed(block, above) if layout.empty else block
         made._layout = layout
         made._context = layout.context
-        made._wants = wants
         return made
 
     # -- what is known without a message (torch's stubs let all of it be written)

@@ -45,11 +45,9 @@ def note_requires(x: GlobalTensor) -> None:
     dtype require a gradient.
     """
     wants = x._block.requires_grad
-    if wants is x._wants or (wants and not (x._block.is_floating_point() or x._block.is_complex())):
-        return
-    x._wants = wants
     with torch._C.DisableTorchFunctionSubclass():
-        _raw_requires(x, wants)
+        if wants is not _raw_wants(x) and (not wants or x._block.is_floating_point() or x._block.is_complex()):
+            _raw_requires(x, wants)
 
 
 def settle_views(y: Any) -> None:
@@ -63,9 +61,9 @@ def settle_views(y: Any) -> None:
     """
     if type(y) is GlobalTensor:
         if y._block._is_view() and not is_ordinary_view(y._block):
-            if "_views_of" not in y.__dict__:
+            if not y._views_of:
                 y._block = y._block.detach()
-            elif "_memory" in y.__dict__:
+            elif y._memory is not None:
                 y._memory.has_plain_views = True
     elif isinstance(y, (tuple, list)):
         for one in y:
@@ -81,7 +79,7 @@ def check_usable(x: GlobalTensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         node, wants = _raw_node(x), _raw_wants(x)
     if node is None and wants and not x._block.requires_grad:
-        if "_views_of" in x.__dict__:  # a view made without grad mode, whose base requires no gradient any more
+        if x._views_of:  # a view made without grad mode, whose base requires no gradient any more
             note_requires(x)
         else:  # a tensor that autograd has saved and handed out again
             x._block = x._block.detach().requires_grad_()
@@ -92,11 +90,10 @@ def check_usable(x: GlobalTensor) -> None:
             "than the import of distdl; it computes on the whole tensor, but its gradient would be lost. Import distdl "
             "before the module that takes this reference"
         )
-    for tie in x.__dict__.get("_ties", ()):
+    for tie in x._ties:
         tie.check(x)
-    memory = x.__dict__.get("_memory")
-    if memory is not None and memory.family is not None:
-        memory.check(x)
+    if x._memory is not None and x._memory.family is not None:
+        x._memory.check(x)
 
 
 METHODS["requires_grad"] = requires_grad

@@ -17,7 +17,7 @@ def block_of(x: GlobalTensor) -> torch.Tensor:
 
     Raises: RuntimeError if it is not what it seems to be (see :func:`check_usable`).
     """
-    if is_leaf(x) or "_ties" in x.__dict__ or ("_memory" in x.__dict__ and x._memory.family is not None):
+    if is_leaf(x) or x._ties or (x._memory is not None and x._memory.family is not None):
         check_usable(x)
     return x._block
 

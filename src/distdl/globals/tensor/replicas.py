@@ -40,11 +40,18 @@ class Replica(torch.Tensor):
     worker's part.
     """
 
+    # the same memory and graph as a plain tensor
     _plain: torch.Tensor
+    # what the workers share over which the parts of its gradient add up
     _context: Context
-    _is_param: bool  # (which torch asks whether a tensor of a subclass is a parameter)
-    _variable: torch.Tensor  # the parameter that has entered; of what is computed from it, nothing
-    _since: Since  # of the copy of a share, and of its views: what tells whether the share has been written since
+    # the parameter that has entered as this replica; None of what is computed from replicas
+    _variable: Any = None
+    # of a replica of a sharded weight, and of its views: tells whether the weight has been written since
+    _since: Since | None = None
+    # the autograd node of the user's function that has given it; none of other replicas
+    _node: Any
+    # whether it is a replica of a parameter: torch asks a tensor of a subclass for this name
+    _is_param: bool = False
 
     @staticmethod
     def _of(plain: torch.Tensor, context: Context) -> Replica:
@@ -83,7 +90,7 @@ class Replica(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        variable = self.__dict__.get("_variable")  # (that of a share, read without gradients, has none itself)
+        variable = self._variable  # the replica of a sharded weight requires none itself where it was read without
         return (self._plain if variable is None else variable).requires_grad
 
     @requires_grad.setter
@@ -188,13 +195,12 @@ def without_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
     return (*args[:1], *rest), named
 
 
-def view_of(copies: Sequence[torch.Tensor], plain: torch.Tensor, context: Context) -> Replica:
+def view_of(copies: Sequence[Replica], plain: torch.Tensor, context: Context) -> Replica:
     """The copy that a plain tensor is which was computed from copies. In the memory of one, it is as old as that."""
     made = Replica._of(plain, context)
     for one in copies:
-        since = one.__dict__.get("_since")
-        if since is not None and _storage(one) == _storage(plain):
-            made._since = since
+        if one._since is not None and _storage(one) == _storage(plain):
+            made._since = one._since
             break
     return made
 
@@ -214,9 +220,7 @@ def current(value: torch.Tensor) -> torch.Tensor:
     """
     if type(value) is not Replica:
         return value
-    own = value.__dict__
-    since: Since | None = own.get("_since")
-    parameter: torch.Tensor = own.get("_variable", value)
+    since, parameter = value._since, parameter_of(value)
     if since is None:
         return value if parameter is value or _is_still(value._plain, parameter) else parameter
     if not since.is_over(value):
@@ -239,7 +243,7 @@ def memory_of(x: torch.Tensor) -> tuple[Any, ...]:
 
 def parameter_of(value: torch.Tensor) -> torch.Tensor:
     """The parameter of which a tensor is this worker's copy; others as they are."""
-    return value.__dict__.get("_variable", value) if type(value) is Replica else value
+    return value if type(value) is not Replica or value._variable is None else value._variable
 
 
 def assigned(value: torch.Tensor) -> torch.Tensor:
