@@ -10,6 +10,7 @@ from programs import Input, Program, Ref, Step
 from team import Team, quietly
 
 import distdl
+from distdl.globals.consistency import debug
 from distdl.globals.layouts.context import Context
 from distdl.nn import DistributedFeatureConv1d
 from distdl.nn.utils import clip_grad_value_
@@ -193,7 +194,8 @@ NO_TENSOR = {
 @pytest.mark.parametrize("noted", [False, True], ids=["plain", "debug"])
 def test_what_is_no_tensor_is_a_type_error_that_says_so(monkeypatch, noted):
     """It was the AttributeError of whatever looked at it first, and still was where functions are noted."""
-    monkeypatch.setattr("distdl.globals.tensor.debug.on", noted)
+    watching = [debug.noted] if noted else []
+    monkeypatch.setattr("distdl.globals.tensor.torch_function.AROUND_CALLS", watching)
 
     def work():
         x = distdl.distribute_tensor(torch.ones(4, 5), distdl.world().reshape(4, 1))

@@ -3,6 +3,7 @@
 # ruff: noqa: F401  (nobody names them)
 
 from distdl.globals.blocks import modules
+from distdl.globals.consistency import comparing, debug
 from distdl.globals.functions import (
     attention,
     attributes,

@@ -15,11 +15,11 @@ from same import noise
 from torch import nn
 
 import distdl
+from distdl.globals.consistency.checksums import Sample, bits_of, digest
+from distdl.globals.consistency.comparing import Look, differ
 from distdl.globals.consistency.equality import _parts
 from distdl.globals.layouts.context import Context
 from distdl.globals.models import replicated_weights
-from distdl.globals.tensor.checksums import Sample, bits_of, digest
-from distdl.globals.tensor.comparing import Look, differ
 
 
 def _net():
@@ -691,7 +691,7 @@ def test_bits_follow_from_places_signs_and_exponents(count, dtype):
 
 def test_bits_follow_from_nothing_that_differs_between_processes():
     text = (
-        "import torch; from distdl.globals.tensor.checksums import Sample, bits_of, digest; "
+        "import torch; from distdl.globals.consistency.checksums import Sample, bits_of, digest; "
         "print(bits_of(torch.ones(3), digest(Sample.of(torch.ones(3)))).tolist())"
     )
     found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)

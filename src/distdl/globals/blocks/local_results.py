@@ -15,8 +15,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from distdl.environment.arguments import brief
 from distdl.geometry.boxes import Shape
+from distdl.globals.consistency.debug import place_of
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.tensor.debug import place_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import opaque_in, tensors_in
 from distdl.globals.tensor.table import name_of

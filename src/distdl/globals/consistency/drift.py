@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from distdl.globals.consistency.checksums import Sample, is_comparable
+from distdl.globals.consistency.comparing import Look, Turn, check_samples
 from distdl.globals.consistency.equality import whole_of
 from distdl.globals.layouts.context import Context
-from distdl.globals.tensor.checksums import Sample, is_comparable
-from distdl.globals.tensor.comparing import Look, Turn, check_samples
 
 
 class Drift:

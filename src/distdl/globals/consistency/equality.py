@@ -10,9 +10,9 @@ from zlib import crc32
 
 import torch
 
+from distdl.globals.consistency.checksums import checksum
+from distdl.globals.consistency.comparing import SAME, first_of
 from distdl.globals.layouts.context import Context
-from distdl.globals.tensor.checksums import checksum
-from distdl.globals.tensor.comparing import SAME, first_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.views.aliasing import writes_of
 from distdl.nn.module import Module

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from distdl.geometry.regions import Region, meet
+from distdl.globals.consistency import debug
+from distdl.globals.consistency.checksums import PLAIN
 from distdl.globals.consistency.drift import check_plain
 from distdl.globals.consistency.equality import check_equal, make_equal
 from distdl.globals.functions.plain_random import Drawing
@@ -22,9 +24,7 @@ from distdl.globals.models.replicated_weights import Copies, Parameters, Replica
 from distdl.globals.models.sharded_weights import Shares
 from distdl.globals.moving.alignment import taken
 from distdl.globals.moving.idle import warn_of_idle
-from distdl.globals.tensor import debug
 from distdl.globals.tensor.block import Block, unblocked
-from distdl.globals.tensor.checksums import PLAIN
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.provenance import check_origin
 from distdl.globals.tensor.running import running
@@ -265,7 +265,7 @@ class Forward:
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is not torch.Tensor or x.is_nested:
             return x
-        if debug.on and not self.copies.running:
+        if not self.copies.running:
             debug.note_plain("a distributed model with", x)
         if not self._splits(x):
             return x

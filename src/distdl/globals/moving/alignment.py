@@ -10,9 +10,9 @@ import torch
 from distdl.exchange.nodes import move_all
 from distdl.geometry.boxes import slices
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.tensor.checksums import Samples
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.observers import note_plain
 from distdl.globals.tensor.replicas import entered, plain_of
 from distdl.globals.tensor.running import is_running
 from distdl.tensors.connection import zeros_on
@@ -118,7 +118,7 @@ def number(one: torch.Tensor) -> Any:
 def sample(plain: torch.Tensor, context: Context) -> None:
     """Keep some values of a plain tensor, outside of models. Every worker calls it, also one that takes no cell."""
     if not is_running():
-        context.own(Samples).keep(plain)
+        note_plain(context, plain)
 
 
 def check_dense(plain: torch.Tensor) -> None:

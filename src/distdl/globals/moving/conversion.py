@@ -15,7 +15,7 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.moving.alignment import moved, moved_block, own_box
 from distdl.globals.moving.idle import warn_of_idle
-from distdl.globals.tensor import debug
+from distdl.globals.tensor import observers
 from distdl.globals.tensor.block import Block, as_block, unblocked
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
@@ -218,7 +218,7 @@ def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
     if on is not None:
         on = _worker(context, "full_tensor needs on", on)
 
-    with debug.moving("full_tensor", x, on):
+    with observers.moving("full_tensor", x, on):
         y: torch.Tensor
         if on is None:
             y = _Whole.apply(block_of(x), x._layout)
@@ -248,7 +248,7 @@ def redistribute(x: GlobalTensor, to: Split | Layout, axes: Sequence[int | None]
         if not context.has(to):
             raise ValueError(f"redistribute needs a partition of the tensor's world; got {to} of another")
         needed = _split(context, to, x.shape, "redistribute", axes)
-    with debug.moving("redistribute", x, needed):
+    with observers.moving("redistribute", x, needed):
         if needed is x._layout:
             return x
         return GlobalTensor._of(moved(x, needed, f"redistribute to {needed.partition}"), needed)

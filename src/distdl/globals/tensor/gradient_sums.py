@@ -34,8 +34,7 @@ from torch.profiler import record_function
 from distdl.exchange import Operator
 from distdl.exchange.packing import Packing
 from distdl.globals.layouts.context import Context
-from distdl.globals.tensor.checksums import BITS
-from distdl.globals.tensor.comparing import Look
+from distdl.globals.tensor.observers import BITS, Compared
 from distdl.plan.planning import all_sum
 from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE, is_checkpointed
@@ -67,7 +66,7 @@ _OTHERS = Which()  # of none, or not known
 def enter(
     context: Context,
     tensors: Sequence[torch.Tensor],
-    compared: Look | None = None,
+    compared: Compared | None = None,
     which: Which = _OTHERS,
     recomputed: bool = True,
 ) -> tuple[torch.Tensor, ...]:
@@ -97,7 +96,7 @@ def leave(
 
 
 def enter_apart(
-    context: Context, buckets: Sequence[tuple[Sequence[torch.Tensor], Which]], compared: Look | None
+    context: Context, buckets: Sequence[tuple[Sequence[torch.Tensor], Which]], compared: Compared | None
 ) -> list[Callable[[], tuple[torch.Tensor, ...]]]:
     """Several times parameters that enter together now, and which these are; each has a message of its own.
 
@@ -164,7 +163,7 @@ class _Sum:
         cls,
         context: Context,
         tensors: Sequence[torch.Tensor],
-        compared: Look | None = None,
+        compared: Compared | None = None,
         which: Which = _OTHERS,
     ) -> _Sum:
         shapes, dtype = tuple(tensor.shape for tensor in tensors), tensors[0].dtype
@@ -175,12 +174,12 @@ class _Sum:
         return context.keep((cls, *key), lambda: cls(context, *key))
 
     def __call__(
-        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Look | None = None
+        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None = None
     ) -> list[torch.Tensor | None]:
         return self.totals(self.operator.execute(self.packed(parts, device, compared)), compared, parts)
 
     def send(
-        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Look | None, tag: int
+        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None, tag: int
     ) -> UnderWay:
         """Begin to add up, by messages alone: collectives of a transport would have to begin in one order."""
         comm, group = self.context.comm, self.context.everyone
@@ -202,7 +201,9 @@ class _Sum:
             begun.pending.wait()
         return begun.moved
 
-    def packed(self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Look | None) -> torch.Tensor:
+    def packed(
+        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None
+    ) -> torch.Tensor:
         """What travels: the parts, zeros in the place of those that are missing, which these are, and bits.
 
         A sparse part, as of a sparse tensor, is dense in a sum: other workers may have other places.
@@ -225,7 +226,7 @@ class _Sum:
         return self._packing.pack((*full, owned, sent))
 
     def totals(
-        self, moved: torch.Tensor, compared: Look | None, parts: Sequence[torch.Tensor | None]
+        self, moved: torch.Tensor, compared: Compared | None, parts: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """The sums that have arrived; none of which nobody has a part."""
         *totals, owners, bits = self._packing.unpack(moved)
@@ -264,7 +265,7 @@ class _Way:
         recomputed: whether a checkpoint in which they enter makes that anew, too.
     """
 
-    def __init__(self, total: _Sum, compared: Look | None, device: torch.device) -> None:
+    def __init__(self, total: _Sum, compared: Compared | None, device: torch.device) -> None:
         self.total, self.compared, self.device = total, compared, device
         self.began = total.operator.pass_by()
         self.tag: int | None = None
@@ -348,7 +349,7 @@ class _Leave(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, total: _Sum, compared: Look | None, device: torch.device, *parts: torch.Tensor | None
+        ctx: Any, total: _Sum, compared: Compared | None, device: torch.device, *parts: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.total = total
         ctx.set_materialize_grads(False)

@@ -13,12 +13,10 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from distdl.globals.layouts.context import Context
-from distdl.globals.tensor import debug
 from distdl.globals.tensor.block import Block, raw_of, unblocked
-from distdl.globals.tensor.checksums import Samples
-from distdl.globals.tensor.comparing import Look, Turn
 from distdl.globals.tensor.global_tensor import complex_part
 from distdl.globals.tensor.gradient_sums import enter
+from distdl.globals.tensor.observers import COMPARING, note_plain
 from distdl.globals.tensor.provenance import OLD_REFERENCE, has_entered
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import METHODS
@@ -108,7 +106,6 @@ class Replica(torch.Tensor):
         return METHODS["call_module_with_replicas"](module, call, args, kwargs)
 
 
-debug.SAME.add(Replica)
 Replica.__module__ = "torch"
 WRITTEN = (
     "{} into a weight that is stored in shares, which a forward may only read. Run the first batch, or what else sets "
@@ -164,8 +161,8 @@ def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torc
     if not strict:
         return enter(context, [tensor])[0]
     if type(tensor) is torch.nn.Parameter:
-        context.own(Samples).keep(tensor)
-    return enter(context, [tensor], Look(context, context.keep_told(Turn, Turn)))[0]
+        note_plain(context, tensor)
+    return enter(context, [tensor], COMPARING[0](context) if COMPARING else None)[0]
 
 
 @overload

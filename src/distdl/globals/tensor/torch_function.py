@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from distdl.globals.layouts.context import Context, other_world, worlds
-from distdl.globals.tensor import debug
 from distdl.globals.tensor.block import Block, as_block, mark, unblocked
 from distdl.globals.tensor.failed import depends_on_values, meet_in
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.graph_state import settle_views
+from distdl.globals.tensor.observers import AROUND_CALLS
 from distdl.globals.tensor.provenance import has_entered
 from distdl.globals.tensor.replicas import (
     Replica,
@@ -97,7 +97,7 @@ def call_global(
         args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
     around, handled.func = handled.func, func
     try:
-        y = debug.noted(handler, func, args, kwargs or {}) if debug.on else handler(func, args, kwargs or {})
+        y = AROUND_CALLS[0](handler, func, args, kwargs or {}) if AROUND_CALLS else handler(func, args, kwargs or {})
         if not torch.is_grad_enabled():
             settle_views(y)
         return y

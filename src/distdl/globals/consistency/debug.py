@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from zlib import crc32
 
@@ -19,8 +19,10 @@ import torch
 
 from distdl import environment
 from distdl.exchange import watching
+from distdl.globals.consistency.checksums import checksum
 from distdl.globals.layouts.context import opened
-from distdl.globals.tensor.checksums import checksum
+from distdl.globals.tensor.observers import AROUND_CALLS, AROUND_MOVES
+from distdl.globals.tensor.replicas import Replica
 from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.tensor.table import name_of
 from distdl.partition import Layout, dims
@@ -38,8 +40,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
-SAME: set[type] = {torch.Tensor, torch.nn.Parameter}
-"""Types of tensors that are the same on every worker: and of copies, whose module adds theirs."""
+_SAME = (torch.Tensor, torch.nn.Parameter, Replica)  # types of tensors that are the same on every worker
 _SHOWN = 1000  # characters of what a function is called with
 # (what one worker may ask by itself, in a line that it prints)
 _ASKED_ALONE = frozenset(
@@ -50,16 +51,14 @@ _ALIKE = frozenset(
     ["expand_as", "view_as", "reshape_as", "type_as", "to"]
 )  # those that ask for shapes and dtypes alone
 _NUMBERS = (bool, int, float, complex, slice, torch.dtype)
-_NOTHING: AbstractContextManager[None] = nullcontext()
 _LISTS = ("_foreach_", "_fused_", "_amp_foreach_")  # those of lists, as optimisers call them: blocks stand there, too
-on = False
-"""Whether any worker of this process compares: then functions are noted."""
 
 
 def watch(comm: Communicator) -> None:
     """Let every exchange of operators through a communicator be compared first."""
-    global on
-    on = True
+    if not AROUND_CALLS:
+        AROUND_CALLS.append(noted)
+        AROUND_MOVES.append(_moving)
     watching.describe_by(_described_here, _past)
     watching.watch(comm)
 
@@ -96,21 +95,16 @@ def _calling(text: str, alone: bool = False) -> Iterator[None]:
         _here.past.append(f"{text} in module {path}" if path else text)
 
 
-def moving(what: str, x: Any, to: Any) -> AbstractContextManager[None]:
-    """The same for what moves a global tensor, if workers compare.
-
-    Args:
-        to: a layout; or the number of the worker that gets all, of which None is every worker.
-    """
-    if not on:
-        return _NOTHING
+def _moving(what: str, x: Any, to: Any) -> AbstractContextManager[None]:
+    """The same for what moves a global tensor; see :func:`distdl.globals.tensor.observers.moving`."""
     target = place_of(to) if isinstance(to, Layout) else f"on {'every worker' if to is None else f'worker {to}'}"
     return _calling(f"{what}({_split(x, x._layout)}; to lie {target})")
 
 
 def note_plain(what: str, x: torch.Tensor) -> None:
-    """Remember what was called with a plain tensor that is the same on every worker."""
-    _here.past.append(f"{what} {_plain(x, True)}")
+    """Remember, where workers compare, what was called with a plain tensor that is the same on every worker."""
+    if AROUND_CALLS:
+        _here.past.append(f"{what} {_plain(x, True)}")
 
 
 def _past() -> list[str]:
@@ -181,7 +175,7 @@ def _texts(value: Any, tell: Callable[[torch.Tensor], str], whole: bool) -> Iter
 
 def _plain(x: torch.Tensor, whole: bool) -> str:
     text = f"a plain {'nested' if x.is_nested else dims(x.shape)} {x.dtype}"
-    if not whole or type(x) not in SAME or x.is_nested or x.layout is not torch.strided or x.is_meta:
+    if not whole or type(x) not in _SAME or x.is_nested or x.layout is not torch.strided or x.is_meta:
         return text
     with torch._C.DisableTorchFunction(), unobserved():
         return f"{text} with checksum {checksum(x):08x}"

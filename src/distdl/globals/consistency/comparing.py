@@ -1,10 +1,10 @@
 """Comparing what every worker has whole, without a message more: bits of it travel with gradients.
 
 Whatever writes into weights has to write the same on every worker, and nobody sees it do so. So bits of one parameter
-or buffer, each in its turn, travel with the gradients of a backward. In the first backwards, the bits also follow from
-plain tensors (see :mod:`distdl.globals.tensor.checksums`). Gradients are added up over n workers, and so are the bits:
-the sum of each is 0 or n if all workers have the same. Only if it is not, the tensors themselves are compared.
-Differences of rounding are none.
+or buffer travel with the gradients of a backward, and of the next one with those of the next backward. In the first
+backwards, the bits also follow from plain tensors (see :mod:`distdl.globals.consistency.checksums`). Gradients are
+added up over n workers, and so are the bits: the sum of each is 0 or n if all workers have the same. Only if it is not,
+the tensors themselves are compared. A difference as small as rounding is none.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from functools import cached_property
 
 import torch
 
+from distdl.globals.consistency.checksums import Sample, Samples, bits_of, bytes_of, digest, rounding_of, wide
 from distdl.globals.layouts.context import Context
-from distdl.globals.tensor.checksums import Sample, Samples, bits_of, bytes_of, digest, rounding_of, wide
+from distdl.globals.tensor.observers import COMPARING, PLAIN_BESIDE
 from distdl.partition.sharing import gather_values
 from distdl.tensors.modes import unobserved
 
@@ -168,3 +169,7 @@ def _apart(own: torch.Tensor, first: torch.Tensor) -> tuple[float, float]:
     same = (own == first) | (own.isnan() & first.isnan())
     apart = (own - first).abs().nan_to_num(torch.inf).masked_fill(same, 0).max()
     return float(apart), float(first.abs().nan_to_num(0.0, 0.0, 0.0).max())
+
+
+PLAIN_BESIDE.append(lambda context, plain: context.own(Samples).keep(plain))
+COMPARING.append(lambda context: Look(context, context.keep_told(Turn, Turn)))

@@ -16,12 +16,12 @@ from zlib import crc32
 
 import torch
 
+from distdl.globals.tensor.observers import BITS
 from distdl.partition import dims
 from distdl.partition.encoding import encode
 from distdl.tensors.modes import unobserved
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # of what all workers have whole, what has values that are compared
-BITS = 16  # that travel with gradients
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16}  # by bytes of an element; of others, each four bytes are one
 _ROW = 1021  # numbers that are added up first
 _VALUES = 256  # of a tensor, about
