@@ -29,7 +29,7 @@ from distdl.globals.moving.writes_into_plain import split_beside
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.provenance import check_origin
-from distdl.globals.tensor.replicas import Replica, plain_of
+from distdl.globals.tensor.replicas import Replica, parameter_of, plain_of
 from distdl.globals.tensor.table import REPLICATED, TABLE
 from distdl.globals.tensor.torch_function import check_unmixed
 from distdl.nn.compiling import leave_uncompiled
@@ -320,8 +320,11 @@ class _Node:
 
 
 def _node(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The node of which a tensor is a result, ``grad_fn``."""
+    """The node of which a tensor is a result, ``grad_fn``: None for a parameter that a forward reads, as in torch."""
     x = args[0]
+    parameter = parameter_of(x)
+    if parameter is not x:
+        return func(parameter)
     node = block_of(x).grad_fn if type(x) is GlobalTensor else x.__dict__.get("_node", plain_of(x).grad_fn)
     return _Node(node) if getattr(type(node), "_forward_cls", None) is _Applied else node
 

@@ -145,7 +145,7 @@ class Parameters(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         # (torch.func.functional_call puts back what it has read here)
-        value = self.copies.settled(parameter_of(value))
+        value = self.copies.settled(_registered(value))
         if isinstance(value, torch.nn.Parameter):  # (what it puts here before is no part of the model)
             self.copies.additions.note(value, self.copies)
         super().__setitem__(name, value)
@@ -266,23 +266,20 @@ class Replicas:
         return made
 
 
-_register_parameter: Any = torch.nn.Module.register_parameter
+def _registered(value: Any) -> Any:
+    """What a module registers where a forward sets a parameter to what it has read: the parameter itself.
 
-
-def register_parameter(self: torch.nn.Module, name: str, param: Any) -> None:
-    """``self.v = self.w`` in a forward, which reads a copy: the parameter itself gets another name.
-
-    ``self.v = nn.Parameter(self.w.detach())`` there has made another one, of a tensor that is a copy.
+    ``self.v = self.w`` gives w another name. ``self.v = nn.Parameter(self.w.detach())`` has made a new parameter, which
+    is a replica until it is registered here.
     """
-    if type(param) is Replica and isinstance(param, torch.nn.Parameter):
-        variable = parameter_of(param)
-        param = plain_of(param) if variable is param else variable
-        if not isinstance(param, torch.nn.Parameter):
-            param.__class__ = torch.nn.Parameter
-    _register_parameter(self, name, param)
-
-
-torch.nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    if type(value) is not Replica:
+        return value
+    variable = parameter_of(value)
+    if variable is value and isinstance(value, torch.nn.Parameter):
+        variable = plain_of(value)
+    if isinstance(value, torch.nn.Parameter) and not isinstance(variable, torch.nn.Parameter):
+        variable.__class__ = torch.nn.Parameter
+    return variable
 
 
 class _Bucket(NamedTuple):
