@@ -4,7 +4,7 @@ from distdl.globals import handlers
 from distdl.globals.blocks.local_map import local_map
 from distdl.globals.blocks.register import register
 from distdl.globals.extras import late
-from distdl.globals.functions import autocast, initial, number_arguments
+from distdl.globals.functions import autocast, number_arguments
 from distdl.globals.gradients import own_functions, recomputing
 from distdl.globals.models import distribute, load_optimizer_state_dict, optimizer_state_dict
 from distdl.globals.moving.conversion import distribute_tensor
@@ -14,7 +14,6 @@ from distdl.tensors import caching
 own_functions.install()
 recomputing.install()
 number_arguments.install()
-initial.install()
 caching.install()
 late.install()
 autocast.install()

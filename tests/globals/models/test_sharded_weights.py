@@ -701,15 +701,6 @@ def _conv():
     return nn.Conv2d(3, 6, 3).double()
 
 
-def test_zeros_among_initial_values_are_drawn_alike():
-    def work():
-        model = sharded(network(lambda: nn.Linear(3, 40)), (3, 1))  # (rows are split)
-        nn.init.sparse_(model.weight, 0.3)
-        assert (model.state_dict()["weight"] == 0).sum(0).tolist() == [12, 12, 12]
-
-    run(work)
-
-
 def test_initial_values_of_parameters_in_shares():
     def work():
         sequential = _conv()
