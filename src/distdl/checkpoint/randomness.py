@@ -9,7 +9,7 @@ import torch
 from distdl.checkpoint.records import Record, Records
 from distdl.geometry.boxes import whole
 from distdl.globals.layouts.context import Context
-from distdl.tensors.draws import Draw
+from distdl.tensors.draws import Draw, Draws
 from distdl.transport.communicator import Communicator
 
 
@@ -23,7 +23,8 @@ def describe(model: torch.nn.Module, comm: Communicator, records: Records) -> di
         if layer.P_x.workers.flat[0] == comm.rank:  # the first worker's seed is that of all workers
             layers[path] = list(layer.random_state)
     context: Context | None = comm.kept.get(Context)
-    draws = None if context is None else [context.draws.seed, [list(one) for one in context.draws.counted()]]
+    known = None if context is None else context.own(Draws)
+    draws = None if known is None else [known.seed, [list(one) for one in known.counted()]]
     return {"layers": layers, "draws": draws if comm.rank == 0 else None}
 
 
@@ -44,7 +45,7 @@ def restore(model: torch.nn.Module, comm: Communicator, found: dict[str, Any], s
             layer.random_state = tuple(found["layers"][path])
     if found["draws"] is not None:
         seed, counted = found["draws"]
-        Context.of(comm).draws.resume(seed, [Draw(*one) for one in counted])
+        Context.of(comm).own(Draws).resume(seed, [Draw(*one) for one in counted])
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():

@@ -67,7 +67,7 @@ def test_messages_are_under_way_while_the_backward_goes_on(grid):
         layer = [("begins", "conv1d"), ("ends", "conv1d"), ("begins", WEIGHTS)]
         # (the first layer's input needs no gradient, so it moves no halos)
         assert backward == layer * 3 + [("begins", WEIGHTS)] + [("ends", WEIGHTS)] * 4
-        assert not Context.of(P.comm).under_way
+        assert not Context.of(P.comm).own(gradient_sums.UnderWay)
 
     run(work, math.prod(grid))
 
@@ -139,7 +139,7 @@ class _Reentrant(nn.Module):
 def test_a_backward_inside_a_backward():
     def work():
         _assert_steps_alike(_Reentrant)
-        assert not Context.of(partition((1,)).comm).under_way
+        assert not Context.of(partition((1,)).comm).own(gradient_sums.UnderWay)
 
     run(work)
 

@@ -35,6 +35,12 @@ _DRAWN = (
 )
 
 
+class _Warned:
+    """Whether a world was told that its workers have drawn different weights."""
+
+    done = False
+
+
 def make_equal(
     module: torch.nn.Module, context: Context, only: Collection[int] | None = None, options: tuple[str, ...] = ()
 ) -> None:
@@ -93,8 +99,8 @@ def _tell_of_draws(context: Context, names: Sequence[str], told: Sequence[Sequen
     """
     for name, *states in zip(names, *told, strict=True):
         writes = {times for times, _ in states}
-        if len(set(states)) > 1 and len(writes) == 1 and 0 not in writes and _DRAWN not in context.warned:
-            context.warned.add(_DRAWN)
+        if len(set(states)) > 1 and len(writes) == 1 and 0 not in writes and not context.own(_Warned).done:
+            context.own(_Warned).done = True
             warnings.warn(_DRAWN.format(name), stacklevel=users_call()[1])
 
 

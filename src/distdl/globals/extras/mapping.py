@@ -29,6 +29,7 @@ from distdl.globals.tensor.running import is_running, on_blocks
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import composite, name_of
 from distdl.tensors.derivatives import saved_tensors_hooks
+from distdl.tensors.draws import Draws
 from distdl.tensors.function import TransformError
 from distdl.transport.callsite import current_place, users_call
 
@@ -140,7 +141,7 @@ class _Samples:
         """In which each sample draws the same as the others: what is split, by the draws that come next."""
         first = self._call(0)  # (there may be nothing split among the arguments)
         known: list[Any] = tensors_in((self.args, self.kwargs, first))
-        found = [one._context.draws for one in known if type(one) in (GlobalTensor, Replica)]
+        found = [one._context.own(Draws) for one in known if type(one) in (GlobalTensor, Replica)]
         return partial(found[0].again, found[0].seed, found[0].counted()) if found else nullcontext
 
     def _call(self, number: int) -> Any:

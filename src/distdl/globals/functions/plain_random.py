@@ -39,6 +39,12 @@ class _Here(threading.local):
 _here = _Here()
 
 
+class _Drawn:
+    """Whether any random call of a world was one of plain tensors."""
+
+    plain = False
+
+
 class Drawing(TorchFunctionMode):
     """While this is on, random functions of plain tensors draw the same on every worker. Costs 1 to 2 us a call."""
 
@@ -64,7 +70,7 @@ class Drawing(TorchFunctionMode):
         kwargs = kwargs or {}
         drawn = func in _DRAWN
         if (drawn or func in _TAKE_GENERATOR) and GlobalTensor not in types and kwargs.get("generator") is None:
-            self.context.draws_plain = True
+            self.context.own(_Drawn).plain = True
             if drawn:
                 return of_copies(func, args, kwargs, self.context)
             device = _device(args, kwargs)
@@ -97,7 +103,7 @@ def drawing(context: Context | None) -> Iterator[None]:
 def redrawing(outputs: Sequence[Any]) -> AbstractContextManager[Any]:
     """For a backward of these tensors: a forward that a checkpoint recomputes in it draws what it drew."""
     context = next((one._context for one in outputs if type(one) is GlobalTensor), None)
-    return Drawing(context) if context is not None and context.draws_plain else nullcontext()
+    return Drawing(context) if context is not None and context.own(_Drawn).plain else nullcontext()
 
 
 def generator(context: Context, device: torch.device) -> torch.Generator:

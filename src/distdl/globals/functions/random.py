@@ -40,7 +40,7 @@ from distdl.globals.views.aliasing import note_written, write_back
 from distdl.globals.views.strides import keep_order
 from distdl.ops.dropout import masked
 from distdl.partition.sharing import broadcast_value
-from distdl.tensors.draws import Draw, seed
+from distdl.tensors.draws import Draw, Draws, seed
 from distdl.tensors.repeats import repeatable
 from distdl.tensors.uniform import Value, mask_block, uniform_block
 
@@ -50,10 +50,11 @@ _ALPHA = 1.7580993408473766  # the negative of what SELU tends to
 
 def next_draw(context: Context) -> Draw:
     """The next random call, the same on every worker. Collective if no tensor has brought a seed along."""
-    if context.draws.seed is None:
+    draws = context.own(Draws)
+    if draws.seed is None:
         context.comm.where = "the seed of random numbers"
-        context.draws.seed = broadcast_value(context.comm, context.everyone, "the seed of random numbers", 0, seed())
-    return context.draws.next()
+        draws.seed = broadcast_value(context.comm, context.everyone, "the seed of random numbers", 0, seed())
+    return draws.next()
 
 
 def drawn(
@@ -184,7 +185,7 @@ def dropped(
         note_written(x, name)
         return x
     # (what a backward computes once more draws what it drew)
-    y = masked(block if x._context.draws.repeats else repeatable(block), mask, scale)
+    y = masked(block if x._context.own(Draws).repeats else repeatable(block), mask, scale)
     made = GlobalTensor._of(y if shift is None else y + shift, layout)
     keep_order((x,), made, dropped)
     return made

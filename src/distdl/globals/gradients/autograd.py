@@ -22,6 +22,7 @@ from distdl.globals.tensor.running import is_on_blocks
 from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import REPLICATED, TABLE, Handler, by_name, composite, handles, handles_property
 from distdl.globals.views.aliasing import base_of
+from distdl.nn.placement import distributed_models
 from distdl.tensors.failures import forgetting
 
 # (as they are without what takes them to a mode, which would then be off inside)
@@ -115,7 +116,7 @@ def _leaves_out(outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
     """
     wanted = {id(one) for one in map(parameter_of, inputs) if isinstance(one, torch.nn.Parameter)}
     contexts = {one._context for one in (*outputs, *inputs) if type(one) in (GlobalTensor, Replica)} if wanted else ()
-    for model in (model for context in contexts for model in context.models):
+    for model in (model for context in contexts for model in distributed_models(context.comm)):
         trained = {id(one) for one in model.parameters() if one.requires_grad}
         if not (trained.isdisjoint(wanted) or trained <= wanted):
             return True

@@ -17,6 +17,7 @@ from distdl.globals.tensor.block import Block
 from distdl.globals.tensor.replicas import Replica
 from distdl.globals.tensor.running import is_on_blocks, is_running, on_blocks, running, tells_blocks
 from distdl.tensors.derivatives import recomputing
+from distdl.tensors.draws import Draws
 
 
 def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +34,7 @@ def _redrawn(function: Callable[..., Any]) -> Callable[..., Any]:
     context = drawn_by()
     if context is None:
         return function
-    draws = context.draws
+    draws = context.own(Draws)
     seed, counted = draws.seed, draws.counted()
 
     def run(*args: Any) -> Any:

@@ -25,7 +25,7 @@ from distdl.globals.functions.plain_random import drawing, drawn_by
 from distdl.globals.gradients.parts import enter_results, variable_of
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.moving.alignment import part_of, whole
-from distdl.globals.moving.writes_into_plain import split_beside
+from distdl.globals.moving.writes_into_plain import Arguments, split_beside
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.provenance import check_origin
@@ -33,6 +33,7 @@ from distdl.globals.tensor.replicas import Replica, parameter_of, plain_of
 from distdl.globals.tensor.table import REPLICATED, TABLE
 from distdl.globals.tensor.torch_function import check_unmixed
 from distdl.nn.compiling import leave_uncompiled
+from distdl.tensors.draws import Draws
 from distdl.tensors.function import Function
 
 _DERIVES = torch.autograd.Function.setup_context
@@ -105,7 +106,7 @@ class _Call:
         graph = torch.is_grad_enabled()
         self.own = Own(function, tuple(isinstance(one, torch.Tensor) and graph and one.requires_grad for one in args))
         self.context = next(one._context for one in tensors if type(one) in (GlobalTensor, Replica))
-        self.draws = self.context.draws
+        self.draws = self.context.own(Draws)
         self.drawn = self.draws.seed, self.draws.counted()
         self.drawn_by = drawn_by()
         self.single = True  # whether it gives one tensor, and no tuple
@@ -129,8 +130,8 @@ class _Call:
             elif _may_be_written(args[place]):
                 given[number] = args[place]
             args[place] = given[number]
-        function, around = self.function, self.context.arguments
-        self.context.arguments = (*around, *filter(_may_be_written, args))
+        function, arguments = self.function, self.context.own(Arguments)
+        around, arguments.given = arguments.given, (*arguments.given, *filter(_may_be_written, args))
         try:
             if function.setup_context is _DERIVES:
                 y = function.forward(self.own, *args)
@@ -138,7 +139,7 @@ class _Call:
                 y = function.forward(*args)
                 function.setup_context(self.own, tuple(args), y)
         finally:
-            self.context.arguments = around
+            arguments.given = around
         if getattr(self.own, "dirty_tensors", ()):
             raise RuntimeError(
                 f"the autograd function {function.__name__} writes into an argument (ctx.mark_dirty), and what it "

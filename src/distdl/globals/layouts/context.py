@@ -15,14 +15,12 @@ import torch
 from distdl.environment.arguments import known
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Box, Intervals, Shape, balanced, shape
-from distdl.nn.placement import distributed_models
 from distdl.ops import Site
 from distdl.partition import CartesianPartition, Layout, Partition
 from distdl.partition.groups import IntArray
 from distdl.partition.layout import Ruler
 from distdl.plan.planning import copy
 from distdl.tensors.derivatives import Derivatives
-from distdl.tensors.draws import Draws
 from distdl.tensors.modes import uncounted
 from distdl.transport import Communicator, Label
 from distdl.transport.communicator import Group, LongGroup
@@ -139,28 +137,17 @@ class Context:
     Attributes:
         everyone: all workers of the communicator. Each takes part in every function of a global tensor.
         me: this worker.
-        draws: the random calls.
-        draws_plain: whether any of them was one of plain tensors.
-        models: those that are distributed over it and still there (workers may be threads, and models change threads).
-        arguments: plain tensors that users' autograd functions which run now were given, and may write.
-        under_way: sums of gradients that have begun, and that nobody has waited for yet, by their ways and backwards.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.me = comm.rank
         self.everyone: Group = LongGroup(range(comm.size))
-        self._layouts: WeakValueDictionary[Any, KnownLayout] = WeakValueDictionary()  # (masks make ever new ones)
+        # weak, as indexing by masks makes ever new layouts
+        self._layouts: WeakValueDictionary[Any, KnownLayout] = WeakValueDictionary()
         self._kept: dict[Hashable, Any] = {}
         self._told: dict[Hashable, Any] = {}
-        self.fallbacks: dict[Any, Any] = {}  # by call site: what has run on one worker for want of an op
-        self.warned: set[Any] = set()
-        self.draws = Draws()
-        self.draws_plain = False
         self._own: dict[type, Any] = {}
-        self.models = distributed_models(comm)
-        self.arguments: tuple[torch.Tensor, ...] = ()
-        self.under_way: dict[Any, Any] = {}
 
     @classmethod
     def of(cls, comm: Communicator) -> Context:
@@ -180,7 +167,10 @@ class Context:
         return self.comm.imagined or Context.of(P.comm) is self
 
     def own(self, kind: type[T]) -> T:
-        """The one object of a class that is kept for this world, made at first use."""
+        """The one object of a class that is kept for this world, made at first use.
+
+        So each room keeps what it remembers of a world in a class of its own.
+        """
         found: T | None = self._own.get(kind)
         if found is None:
             found = self._own[kind] = kind()

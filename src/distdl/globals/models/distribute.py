@@ -30,6 +30,7 @@ from distdl.globals.tensor.provenance import check_origin
 from distdl.globals.tensor.running import running
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.nn.compiling import leave_uncompiled
+from distdl.nn.placement import distributed_models
 from distdl.partition.arguments import Split, checks_arguments
 from distdl.tensors.derivatives import is_recomputed
 from distdl.tensors.function import TransformError
@@ -94,7 +95,7 @@ def distribute(
     join(module, copies, Place("", fallback))
     copies.additions.begin(module)
     module.__dict__["forward"] = Forward(module, copies, fallback)
-    Context.of(P.comm).models.add(module)
+    distributed_models(P.comm).add(module)
     return module
 
 
@@ -108,7 +109,7 @@ def _check_shared(module: torch.nn.Module, context: Context, in_shares: bool) ->
 
     Raises: ValueError for a share of another world, or if one model is to have it whole and the other in shares.
     """
-    models = [model for each in {context, *worlds.contexts} for model in each.models]
+    models = [model for each in {context, *worlds.contexts} for model in distributed_models(each.comm)]
     theirs = {id(one) for model in models for one in model.parameters()}
     listed: list[tuple[str, Any]] = list(module.named_parameters())
     for path, one in listed:
@@ -184,7 +185,7 @@ class Forward:
         made = memo[id(self)] = Forward.__new__(Forward)
         made.__dict__.update(deepcopy(self.__dict__, memo))
         made.copies.additions.open = True
-        Context.of(made.P.comm).models.add(made.module)
+        distributed_models(made.P.comm).add(made.module)
         return made
 
     def __getattr__(self, name: str) -> Any:

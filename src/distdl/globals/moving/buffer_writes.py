@@ -15,6 +15,7 @@ from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.views.aliasing import note_settled
+from distdl.nn.placement import distributed_models
 from distdl.tensors.memory import parts_of
 
 
@@ -39,7 +40,7 @@ def is_named(tensor: torch.Tensor, context: Context) -> bool:
 
 def _held(context: Context) -> Iterator[torch.Tensor]:
     """The parameters and buffers of distributed models, but for those in shares."""
-    for model in list(context.models):
+    for model in list(distributed_models(context.comm)):
         for child in model.modules():
             for one in (*child._buffers.values(), *child._parameters.values()):
                 if one is not None and type(one) is not GlobalTensor:

@@ -27,7 +27,7 @@ from distdl.partition.arguments import Split, check_split
 from distdl.partition.sharing import broadcast_value, gather_values
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.derivatives import has_tangent
-from distdl.tensors.draws import seed
+from distdl.tensors.draws import Draws, seed
 from distdl.tensors.dtypes import DTYPES, dtype_code
 from distdl.tensors.function import Function
 from distdl.workers.worlds import split_of
@@ -151,7 +151,7 @@ def distribute_tensor(
     if isinstance(told, str):
         raise ValueError(f"distribute_tensor needs a tensor on worker {src}; it has a value of type {told}")
     header = _Header(*told)
-    context.draws.seed = header.seed
+    context.own(Draws).seed = header.seed
     needed = _split(context, P, header.extents, "distribute_tensor", axes)
     warn_of_idle("distribute_tensor", needed, axes)
     owned = context.whole(header.extents, src)
@@ -193,7 +193,7 @@ def from_local(block: torch.Tensor, P: Split, axes: Sequence[int | None] | None 
         P = _along(context, P, axes, "GlobalTensor.from_local")
     headers = _headers(told, P)
     first = headers[int(P.workers.flat[0])]
-    context.draws.seed = first.seed
+    context.own(Draws).seed = first.seed
     if axes is not None and len(axes) != len(first.extents):
         raise ValueError(
             f"GlobalTensor.from_local needs axes= to name an axis, or None, for each dim of the blocks; these have "

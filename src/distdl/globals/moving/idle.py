@@ -11,6 +11,10 @@ from distdl.partition import dims
 from distdl.transport.callsite import users_call
 
 
+class _Warned(set[tuple[int, int]]):
+    """The dims, with the number of workers along each, of which a world was warned."""
+
+
 def warn_of_idle(name: str, layout: KnownLayout, axes: Sequence[int | None] | None = None, also: str = "") -> None:
     """Warn on worker 0 if some workers get no cell of a tensor that has as many cells as workers.
 
@@ -27,10 +31,10 @@ def warn_of_idle(name: str, layout: KnownLayout, axes: Sequence[int | None] | No
     if context.me or context.comm.imagined or not busy < workers <= prod(extents):
         return
     short = [dim for dim, (n, p) in enumerate(zip(extents, places, strict=True)) if n < p]
-    told = {("idle", dim, places[dim]) for dim in short}
-    if told <= context.warned:
+    told, warned = {(dim, places[dim]) for dim in short}, context.own(_Warned)
+    if told <= warned:
         return
-    context.warned |= told
+    warned |= told
     along = range(len(extents)) if axes is None else axes
     listed = ", ".join(
         f"dim {dim} has extent {extents[dim]} for the {places[dim]} workers of axis {along[dim]}" for dim in short

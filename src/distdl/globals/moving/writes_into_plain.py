@@ -73,12 +73,19 @@ def write(
     return assigned(target) if y is made else y
 
 
+class Arguments:
+    """Plain tensors that users' autograd functions were given which run now in a world, and that they may write."""
+
+    given: tuple[torch.Tensor, ...] = ()
+
+
 def _adopt(target: Any, beside: Any) -> str:
     """Make a plain tensor global, and what it is a part of; gives why that must not be, or nothing if it is done."""
     if type(target) is torch.Tensor and target._is_view() and _references_to_base(target) > _NO_OTHER:
         return _adopt_both(target, target._base, beside)
     why = why_not(target)
-    for one in _largest(beside)._context.arguments if why else ():  # (target.data of an argument is no view in torch)
+    given = _largest(beside)._context.own(Arguments).given if why else ()
+    for one in given:  # (target.data of an argument is no view in torch)
         if type(target) is type(one) is torch.Tensor and target is not one and target.data_ptr() == one.data_ptr():
             return _adopt_both(target, one, beside, 1)
     return why or _become(target, _own_beside(target, beside))

@@ -45,6 +45,14 @@ class Fallback(NamedTuple):
     nbytes: int
 
 
+class Fallbacks(dict[Any, Fallback]):
+    """What has run on one worker of a world for want of an op, by call site; and the call sites that were warned of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warned: set[Any] = set()
+
+
 def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Bring the tensors together on one worker, call torch's function there, and split its results.
 
@@ -216,9 +224,10 @@ def _announce(context: Context, name: str, found: list[GlobalTensor]) -> None:
         )
     frame, level = users_call()
     site = (name, path, frame.f_code.co_filename, frame.f_lineno)
-    context.fallbacks.setdefault(site, Fallback(name, path, nbytes))
-    if mode == "warn" and site not in context.warned:
-        context.warned.add(site)
+    fallbacks = context.own(Fallbacks)
+    fallbacks.setdefault(site, Fallback(name, path, nbytes))
+    if mode == "warn" and site not in fallbacks.warned:
+        fallbacks.warned.add(site)
         warnings.warn(
             f"{where}{name} has no op for global tensors: {nbytes} bytes come together on one worker, which computes "
             f"it alone (called at {frame.f_code.co_filename}:{frame.f_lineno})",

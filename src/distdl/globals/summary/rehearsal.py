@@ -23,12 +23,13 @@ from torch.utils import swap_tensors
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.models.distribute import distribute
 from distdl.globals.moving.writes_into_plain import why_not
+from distdl.globals.rules.fallback import Fallbacks
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import name_of, writes
 from distdl.partition import CartesianPartition
 from distdl.tensors.derivatives import KEEPS_TENSORS, next_node
-from distdl.tensors.draws import seed
+from distdl.tensors.draws import Draws, seed
 from distdl.tensors.memory import parts_of, without_memory
 from distdl.transport import Communicator
 from distdl.transport.callsite import current_path
@@ -146,7 +147,7 @@ def rehearse(
     comm = Imagined(me, size)
     P, context = CartesianPartition(comm, workers), Context.of(comm)
     own = distribute(on_meta(model), P, **{"fallback": "silent", **options})
-    context.draws.seed = seed()  # (which inputs bring along where they are split)
+    context.own(Draws).seed = seed()  # (which inputs bring along where they are split)
 
     def split(x: torch.Tensor) -> torch.Tensor:
         if x.dim() < workers.ndim:
@@ -275,7 +276,7 @@ class _Watch(TorchFunctionMode):
         return y
 
     def _note_function(self, name: str, x: GlobalTensor, y: Any) -> None:
-        row, fallbacks = self._row(current_path()), x._context.fallbacks
+        row, fallbacks = self._row(current_path()), x._context.own(Fallbacks)
         for one in fallbacks.values():
             row.falls_back[one.function] += one.nbytes
         if fallbacks:

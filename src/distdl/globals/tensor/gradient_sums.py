@@ -127,10 +127,11 @@ def settle(context: Context) -> None:
     """Wait for the messages of backwards that have failed on every worker."""
     if torch._C._current_graph_task_id() == -1:  # (else they may be those of a backward that goes on)
         # (messages of two rounds are waited for in one order on all workers, wherever each worker has sent them)
-        for begun in sorted(context.under_way.values(), key=lambda begun: begun.tag):
+        under_way = context.own(UnderWay)
+        for begun in sorted(under_way.values(), key=lambda begun: begun.tag):
             context.comm.where = begun.label
             begun.pending.wait()
-        context.under_way.clear()
+        under_way.clear()
 
 
 class _Sum:
@@ -180,7 +181,7 @@ class _Sum:
 
     def send(
         self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None, tag: int
-    ) -> UnderWay:
+    ) -> Begun:
         """Begin to add up, by messages alone: collectives of a transport would have to begin in one order."""
         comm, group = self.context.comm, self.context.everyone
         if comm.waiting is not None:
@@ -192,9 +193,9 @@ class _Sum:
         with _profiled(self.operator.label):
             # (two workers send each other all of it, in one round: of two rounds, only the first would be under way)
             pending = comm.through.all_sum_by_messages(group, x, y, tag, len(group) == 2)
-        return UnderWay(y, pending, tag, self.operator.label)
+        return Begun(y, pending, tag, self.operator.label)
 
-    def wait(self, begun: UnderWay) -> torch.Tensor:
+    def wait(self, begun: Begun) -> torch.Tensor:
         """The sum that was begun, which is counted as an exchange here."""
         self.operator.count()
         with _profiled(self.operator.label):
@@ -246,13 +247,17 @@ def _listed(places: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, stops, strict=True))
 
 
-class UnderWay(NamedTuple):
-    """A sum that has begun: what it will be, and its messages. (It knows no parameters: it may outlive a model.)"""
+class Begun(NamedTuple):
+    """A sum that has begun: its result, and its messages. It refers to no parameters, as it may outlive a model."""
 
     moved: torch.Tensor
     pending: Pending
     tag: int
     label: Label
+
+
+class UnderWay(dict[Any, Begun]):
+    """The sums of a world that have begun, and that nobody has waited for yet, by their ways and backwards."""
 
 
 class _Way:
@@ -274,7 +279,7 @@ class _Way:
 
     def sends(self, parts: Sequence[torch.Tensor | None]) -> bool:
         """Begin to add the parts up, unless too much is under way."""
-        under_way = self.total.context.under_way
+        under_way = self.total.context.own(UnderWay)
         if self.tag is None or sum(one.moved.nbytes for one in under_way.values()) > _AHEAD:
             return False
         # (it stays there if the backward fails before it waits, for the transport writes to its memory)
@@ -284,7 +289,7 @@ class _Way:
 
     def totals(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The sums: of what this backward has sent if it has, else of the parts."""
-        total, under_way = self.total, self.total.context.under_way
+        total, under_way = self.total, self.total.context.own(UnderWay)
         total.operator.derive(self.began)
         if self.tag is None:
             return total(parts, self.device, self.compared)
