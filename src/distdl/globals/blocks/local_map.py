@@ -14,12 +14,14 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.blocks.local_results import edge_of, global_of, is_place, layouts_of, needed_of, shapes_of
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.tensor.block import Block, as_blocks
+from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.failed import meet_in
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.provenance import check_no_block
-from distdl.globals.tensor.replicas import current, entered, plain_of
+from distdl.globals.tensor.replicas import plain_of
 from distdl.globals.tensor.running import is_on_blocks, on_blocks
+from distdl.globals.tensor.stale import current
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import name_of
 from distdl.globals.tensor.torch_function import check_one_world

@@ -32,14 +32,14 @@ from distdl.transport.callsite import current_path
 from distdl.transport.communicator import name_workers
 
 
-class _Here(threading.local):
+class _Calls(threading.local):
     def __init__(self) -> None:
-        self.calls: list[str] = []
+        self.open: list[str] = []
         self.past: deque[str] = deque(maxlen=1000)  # calls since the last exchange of all workers, which have made none
         self.exchanges = 0
 
 
-_here = _Here()
+_calls = _Calls()
 _SAME = (torch.Tensor, torch.nn.Parameter, Replica)  # types of tensors that are the same on every worker
 _SHOWN = 1000  # characters of what a function is called with
 # (what one worker may ask by itself, in a line that it prints)
@@ -73,7 +73,7 @@ opened.append(_watch_if_asked)
 
 def noted(handler: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a handler, and remember meanwhile what it is called for."""
-    with _calling(_described(func, args, kwargs, not _here.calls), name_of(func) in _ASKED_ALONE):
+    with _calling(_described(func, args, kwargs, not _calls.open), name_of(func) in _ASKED_ALONE):
         return handler(func, args, kwargs)
 
 
@@ -84,15 +84,15 @@ def _calling(text: str, alone: bool = False) -> Iterator[None]:
     Args:
         alone: whether one worker may call it by itself, as it exchanges nothing.
     """
-    outermost, exchanges = not _here.calls, _here.exchanges
-    _here.calls.append(text)
+    outermost, exchanges = not _calls.open, _calls.exchanges
+    _calls.open.append(text)
     try:
         yield
     finally:
-        _here.calls.pop()
-    if outermost and exchanges == _here.exchanges and not alone:
+        _calls.open.pop()
+    if outermost and exchanges == _calls.exchanges and not alone:
         path = current_path()
-        _here.past.append(f"{text} in module {path}" if path else text)
+        _calls.past.append(f"{text} in module {path}" if path else text)
 
 
 def _moving(what: str, x: Any, to: Any) -> AbstractContextManager[None]:
@@ -104,14 +104,14 @@ def _moving(what: str, x: Any, to: Any) -> AbstractContextManager[None]:
 def note_plain(what: str, x: torch.Tensor) -> None:
     """Remember, where workers compare, what was called with a plain tensor that is the same on every worker."""
     if AROUND_CALLS:
-        _here.past.append(f"{what} {_plain(x, True)}")
+        _calls.past.append(f"{what} {_plain(x, True)}")
 
 
 def _past() -> list[str]:
     """What this worker has called since the last exchange of all workers, which begins now."""
-    found = list(_here.past)
-    _here.past.clear()
-    _here.exchanges += 1
+    found = list(_calls.past)
+    _calls.past.clear()
+    _calls.exchanges += 1
     return found
 
 
@@ -119,8 +119,8 @@ def _described_here(what: str) -> str:
     backward = torch._C._current_graph_task_id() != -1
     if backward and not what.startswith("the backward"):
         what = f"the backward of {what}"
-    elif not backward and _here.calls:
-        what = _here.calls[-1]
+    elif not backward and _calls.open:
+        what = _calls.open[-1]
     path = current_path()
     return f"{what} in module {path}" if path else what
 

@@ -21,9 +21,10 @@ from distdl.globals.extras.mapping import torchs_flat_vmap
 from distdl.globals.extras.transforms import leads_beyond
 from distdl.globals.layouts.context import Context, other_world
 from distdl.globals.moving.alignment import moved_block
+from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.replicas import Replica, entered, plain_of
+from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import composite, name_of
 from distdl.globals.views.writes import memory_of, watched

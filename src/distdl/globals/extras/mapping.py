@@ -22,9 +22,10 @@ from torch.utils import _pytree as pytree
 from distdl.globals.extras.late import original_of
 from distdl.globals.extras.transforms import is_split, leads_beyond
 from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.replicas import Replica, entered, plain_of
+from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.running import is_running, on_blocks
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import composite, name_of

@@ -17,9 +17,10 @@ from distdl.globals.moving.alignment import part_of, sample, taken
 from distdl.globals.rules.applying import autocast_dtype
 from distdl.globals.rules.meta_checks import judged
 from distdl.globals.rules.work import checked, work_on
+from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.replicas import entered, plain_of
+from distdl.globals.tensor.replicas import plain_of
 from distdl.globals.tensor.table import by_name, composite, handles
 from distdl.tensors.connection import local, no_view, zeros_on
 from distdl.tensors.constants import Constant

@@ -19,9 +19,9 @@ from distdl.globals.moving.alignment import entire
 from distdl.globals.moving.writes_into_plain import split_beside, write
 from distdl.globals.rules.fallback import fall_back
 from distdl.globals.rules.meta_checks import check_range
+from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of, own_of
-from distdl.globals.tensor.replicas import entered
 from distdl.globals.tensor.table import handles
 from distdl.globals.views.aliasing import check_written, note_written, write_back
 from distdl.tensors.connection import saving, zeros_on

@@ -8,8 +8,9 @@ import torch
 
 from distdl.globals.layouts.spreading import pencils
 from distdl.globals.moving.alignment import entire, moved
+from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.replicas import entered, plain_of
+from distdl.globals.tensor.replicas import plain_of
 from distdl.globals.tensor.table import by_name, handles
 from distdl.tensors.connection import saving, zeros_on
 

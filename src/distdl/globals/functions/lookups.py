@@ -15,9 +15,10 @@ from distdl.globals.rules.applying import as_global, autocast_dtype, cast_to, we
 from distdl.globals.rules.fallback import fall_back
 from distdl.globals.rules.meta_checks import judged, shape_of
 from distdl.globals.rules.work import work_on
+from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.replicas import Replica, entered, plain_of
+from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import REPLICATED, by_name, handles
 from distdl.tensors.connection import local, refuses, zeros_on

@@ -12,9 +12,10 @@ from distdl.globals.rules.applying import autocast_dtype, zeroed
 from distdl.globals.rules.fallback import fall_back
 from distdl.globals.rules.meta_checks import judge_dtypes
 from distdl.globals.rules.work import checked, work_on
+from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.replicas import Replica, entered
+from distdl.globals.tensor.replicas import Replica
 from distdl.globals.tensor.table import TABLE, by_name, handles
 from distdl.tensors.connection import local, zeros_on
 from distdl.tensors.dtypes import can_be_added, without_autocast

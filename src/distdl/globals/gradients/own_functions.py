@@ -16,8 +16,9 @@ from distdl.globals.gradients.parts import enter_results
 from distdl.globals.gradients.whole_functions import apply_whole
 from distdl.globals.tensor.block import Block, as_block
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.replicas import Replica, current, plain_of, tied_of
+from distdl.globals.tensor.replicas import Replica, plain_of, tied_of
 from distdl.globals.tensor.running import is_on_blocks, on_blocks
+from distdl.globals.tensor.stale import current
 from distdl.globals.tensor.torch_function import check_unmixed
 from distdl.tensors.derivatives import recomputing
 

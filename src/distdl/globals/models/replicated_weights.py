@@ -17,7 +17,8 @@ from distdl.globals.layouts.context import Context
 from distdl.globals.moving.buffer_writes import settled
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.gradient_sums import Which, enter, enter_apart, settle
-from distdl.globals.tensor.replicas import Replica, memory_of, parameter_of, plain_of
+from distdl.globals.tensor.replicas import Replica, parameter_of, plain_of
+from distdl.globals.tensor.stale import address_of
 from distdl.globals.views.aliasing import writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.nn.module import Module
@@ -238,7 +239,7 @@ class Replicas:
                 return parameter
             self._read(bucket.context, bucket.parameters, bucket.use())
             copy = self._copies[id(parameter)]
-        if memory_of(copy._plain) != memory_of(parameter):
+        if address_of(copy._plain) != address_of(parameter):
             copy = self._read_again(copy._context, parameter)
         return copy
 

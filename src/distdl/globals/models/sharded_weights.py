@@ -34,7 +34,8 @@ from distdl.globals.models.states import whole_state
 from distdl.globals.moving.alignment import taken
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.replicas import WRITTEN, Replica, plain_of, view_of
+from distdl.globals.tensor.replicas import WRITTEN, Replica, plain_of
+from distdl.globals.tensor.stale import computed_from
 from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.tensor.table import REPLICATED
 from distdl.globals.views.aliasing import writes_of
@@ -235,7 +236,7 @@ def _data_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The ``data`` of a copy; that of a share's copy is one of which torch counts what is written there."""
     copy = args[0]
     plain = plain_of(copy)
-    return view_of([copy], plain.detach() if "_since" in copy.__dict__ else func(plain), copy._context)
+    return computed_from([copy], plain.detach() if "_since" in copy.__dict__ else func(plain), copy._context)
 
 
 _data: Any = torch.Tensor.data

@@ -10,10 +10,11 @@ import torch
 from distdl.exchange.nodes import move_all
 from distdl.geometry.boxes import slices
 from distdl.globals.layouts.context import Context, KnownLayout
+from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.observers import note_plain
-from distdl.globals.tensor.replicas import entered, plain_of
+from distdl.globals.tensor.replicas import plain_of
 from distdl.globals.tensor.running import is_running
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.derivatives import NONE, Derivatives, is_differentiated_forward

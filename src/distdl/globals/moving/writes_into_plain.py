@@ -12,8 +12,10 @@ from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.moving.alignment import entire, taken
 from distdl.globals.moving.buffer_writes import check_gradient, is_named, is_of_model
 from distdl.globals.tensor.block import relabel
+from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.replicas import Replica, assigned, entered, plain_of
+from distdl.globals.tensor.replicas import Replica, plain_of
+from distdl.globals.tensor.stale import assigned
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import TABLE, name_of
 from distdl.globals.views.aliasing import PRUNING, lies_alone

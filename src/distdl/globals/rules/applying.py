@@ -10,9 +10,10 @@ import torch
 from distdl.environment.arguments import known
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.moving.alignment import GRADIENT, derivatives_of, entire
+from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.replicas import Replica, entered
+from distdl.globals.tensor.replicas import Replica
 from distdl.ops import Op, Setup, Site
 from distdl.partition import Partition, Signature
 from distdl.tensors.connection import no_view

@@ -17,9 +17,10 @@ from distdl.globals.moving.conversion import value_of
 from distdl.globals.moving.writes_into_plain import write
 from distdl.globals.rules.fallback_results import Described, Outcome, observed
 from distdl.globals.rules.single_worker import Apart, failure_of, raise_failure
+from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.graph_state import is_leaf
-from distdl.globals.tensor.replicas import Replica, entered, plain_of
+from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import TABLE, name_of, writes
 from distdl.globals.views.aliasing import check_apart, lies_alone, note_copied, note_written

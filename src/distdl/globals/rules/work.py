@@ -19,9 +19,9 @@ from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.layouts.spreading import SPACIOUS, Labels, Spread, spread_of
 from distdl.globals.moving.alignment import check_dense, moved_block, moved_blocks
 from distdl.globals.rules.applying import autocast_dtype
+from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.replicas import entered
 from distdl.globals.tensor.table import name_of
 from distdl.tensors.connection import local
 from distdl.tensors.modes import unobserved

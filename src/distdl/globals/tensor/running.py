@@ -7,46 +7,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Here(threading.local):
+class _Running(threading.local):
     models = 0  # how many forwards of distributed models run, one in another
     on_blocks = 0  # how many functions on blocks run
 
 
-_here = _Here()
+_running = _Running()
 
 
 @contextmanager
 def running() -> Iterator[bool]:
     """While the forward of a distributed model runs; gives whether it is the outermost."""
-    _here.models += 1
+    _running.models += 1
     try:
-        yield _here.models == 1
+        yield _running.models == 1
     finally:
-        _here.models -= 1
+        _running.models -= 1
 
 
 def is_running() -> bool:
     """Whether the forward of a distributed model runs."""
-    return _here.models > 0
+    return _running.models > 0
 
 
 @contextmanager
 def on_blocks() -> Iterator[None]:
     """While a function runs that computes on blocks: there, weights and blocks are this worker's plain tensors."""
-    _here.on_blocks += 1
+    _running.on_blocks += 1
     try:
         yield
     finally:
-        _here.on_blocks -= 1
+        _running.on_blocks -= 1
 
 
 def is_on_blocks() -> bool:
     """Whether a function runs that computes on blocks."""
-    return _here.on_blocks > 0
+    return _running.on_blocks > 0
 
 
 def tells_blocks() -> bool:
     """Whether blocks have a type of their own here: in the forward of a distributed model, outside of functions on
     blocks.
     """
-    return _here.models > 0 and not _here.on_blocks
+    return _running.models > 0 and not _running.on_blocks

@@ -14,21 +14,15 @@ import torch
 
 from distdl.globals.layouts.context import Context, other_world, worlds
 from distdl.globals.tensor.block import Block, as_block, mark, unblocked
+from distdl.globals.tensor.entering import entered, without_gradients
 from distdl.globals.tensor.failed import depends_on_values, meet_in
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.graph_state import settle_views
 from distdl.globals.tensor.observers import AROUND_CALLS
 from distdl.globals.tensor.provenance import has_entered
-from distdl.globals.tensor.replicas import (
-    Replica,
-    assigned,
-    current,
-    entered,
-    plain_of,
-    view_of,
-    without_gradients,
-)
+from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.running import is_on_blocks, tells_blocks
+from distdl.globals.tensor.stale import assigned, computed_from, current
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import OPERATOR, REPLICATED, TABLE, check_is_tensor, name_of, torch_calls, writes
 from distdl.tensors.function import TransformError
@@ -186,7 +180,7 @@ def _call_plain(
         if type(value) is Replica:  # the target that was marked
             return value
         written = replicas.get(id(value))
-        return view_of(found, value, context) if written is None else assigned(written)
+        return computed_from(found, value, context) if written is None else assigned(written)
 
     return map_tensors(result, wrap)
 
