@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import distdl
 from distdl.backends.threaded.communicator import ThreadCommunicator
 from distdl.globals.layouts.context import Context
-from distdl.globals.models import replicated_weights
+from distdl.globals.models import buckets
 from distdl.globals.tensor import gradient_sums
 from distdl.transport.recording import Recording
 
@@ -36,7 +36,7 @@ WEIGHTS = "gradients of replicated tensors"
 @pytest.fixture(autouse=True)
 def small_messages(monkeypatch):
     """Gradients of some 50 numbers in each message."""
-    monkeypatch.setattr(replicated_weights, "_BUCKET", 400)
+    monkeypatch.setattr(buckets, "BUCKET", 400)
 
 
 def _events(model, x):

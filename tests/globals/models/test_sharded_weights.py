@@ -34,8 +34,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import distdl
 from distdl import GlobalTensor
 from distdl.globals.models import gathering
-from distdl.globals.models.gathered import Gathered, Keep
+from distdl.globals.models.gathered import Gathered
 from distdl.globals.models.gathering import Gathering
+from distdl.globals.models.saved_weights import Keep
 from distdl.transport import Communicator
 
 

@@ -19,8 +19,9 @@ from distdl.globals.consistency.drift import check_plain
 from distdl.globals.consistency.equality import check_equal, make_equal
 from distdl.globals.functions.plain_random import Drawing
 from distdl.globals.layouts.context import Context, other_world, worlds
-from distdl.globals.models.additions import join
-from distdl.globals.models.replicated_weights import Copies, Parameters, Replicas
+from distdl.globals.models.membership import join
+from distdl.globals.models.parameters import Copies, Parameters
+from distdl.globals.models.replicated_weights import Replicas
 from distdl.globals.models.sharded_weights import Shares
 from distdl.globals.moving.alignment import taken
 from distdl.globals.moving.idle import warn_of_idle

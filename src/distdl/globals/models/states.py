@@ -92,3 +92,13 @@ class _HandedOut:
         except RuntimeError:
             return  # (which the next use of the parameter raises)
         parameter._ties = [one for one in parameter._ties if one is not self]
+
+
+def check_assignment(
+    module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            "load_state_dict(assign=True) would put whole tensors in the places of this worker's shares, and an "
+            "optimiser would go on with the old ones; without assign=True, the values are copied into the shares"
+        )

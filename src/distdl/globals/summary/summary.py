@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any
@@ -12,140 +11,15 @@ import numpy as np
 import torch
 
 from distdl.environment.types import Count, judge
-from distdl.globals.models.replicated_weights import Parameters
-from distdl.globals.summary.rehearsal import GRADIENTS, Rehearsal, Row, in_bytes, rehearse
+from distdl.globals.models.parameters import Parameters
+from distdl.globals.summary.rehearsal import rehearse
+from distdl.globals.summary.results import Suggestion, Suggestions, Summary, Totals, shown
 from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.partition.arguments import Split, checks_arguments
 from distdl.workers.worlds import opened
 
 Shape = Sequence[int]
-_COUNTED = (
-    "peak counts the tensors of one forward and backward: inputs, weights, their gradients, activations and messages; "
-    "it does not count the loss, the optimiser's state, what torch's operators use inside, and freed memory that the "
-    "process keeps"
-)
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Of a whole forward and backward on one worker.
-
-    Attributes:
-        peak: the most bytes of tensors that it holds at once: weights and their gradients, activations, messages.
-        weights: bytes of parameters and buffers.
-        activations: bytes that are saved for backward.
-        forward, backward: messages that it sends, and the bytes in them.
-    """
-
-    peak: int
-    weights: int
-    activations: int
-    forward: tuple[int, int]
-    backward: tuple[int, int]
-
-    @classmethod
-    def of(cls, rehearsal: Rehearsal) -> Totals:
-        rows = rehearsal.rows
-
-        def added(name: str) -> tuple[int, int]:
-            return sum(getattr(row, name)[0] for row in rows), sum(getattr(row, name)[1] for row in rows)
-
-        return cls(
-            rehearsal.peak,
-            sum(row.weights for row in rows),
-            sum(row.activations for row in rows),
-            added("forward"),
-            added("backward"),
-        )
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What each module of a model needs and sends on one worker. Its text is a table.
-
-    Attributes:
-        worker: the number of the worker.
-        grid: over how many workers each dim of the input is split.
-        rows: the modules that do anything by themselves, and the sum of the gradients of weights.
-        totals: of this worker.
-        sequential: of the same model on one worker.
-    """
-
-    worker: int
-    grid: tuple[int, ...]
-    rows: tuple[Row, ...]
-    totals: Totals
-    sequential: Totals
-
-    @property
-    def falls_back(self) -> tuple[Row, ...]:
-        """The modules that call functions that run on one worker."""
-        return tuple(row for row in self.rows if row.falls_back)
-
-    def __str__(self) -> str:
-        head = ["module", "output", "split", "block", "activations", "weights", "forward", "backward", ""]
-        cells = [
-            [
-                f"{row.path or '(model)'} {'' if row.path == GRADIENTS else row.kind}".rstrip(),
-                _dims(row.shape),
-                _dims(row.split),
-                _dims(row.block),
-                in_bytes(row.activations),
-                in_bytes(row.weights),
-                _sent(row.forward),
-                _sent(row.backward),
-                "; ".join(row.notes),
-            ]
-            for row in self.rows
-        ]
-        for name, one in ((f"worker {self.worker}", self.totals), ("sequential", self.sequential)):
-            own = [f"{name}, peak {in_bytes(one.peak)}", "", "", "", in_bytes(one.activations), in_bytes(one.weights)]
-            cells.append([*own, _sent(one.forward), _sent(one.backward), ""])
-        widths = [max(len(line[place]) for line in (head, *cells)) for place in range(len(head))]
-        left = {0, len(head) - 1}
-
-        def line(values: Sequence[str]) -> str:
-            return "  ".join(
-                value.ljust(width) if place in left else value.rjust(width)
-                for place, (value, width) in enumerate(zip(values, widths, strict=True))
-            ).rstrip()
-
-        ruler = "-" * min(sum(widths) + 2 * len(widths), 120)
-        return "\n".join([line(head), ruler, *map(line, cells[:-2]), ruler, *map(line, cells[-2:]), _COUNTED])
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """A way to split a model's input.
-
-    Attributes:
-        grid: over how many workers each dim of the input is split.
-        peak: bytes of tensors that a worker holds at once, on the one of the two that were looked at that holds most.
-        sent: bytes that it sends in a forward and backward, likewise.
-        falls_back: functions that run on one worker.
-        error: why the model cannot be distributed so; empty if it can.
-    """
-
-    grid: tuple[int, ...]
-    peak: int
-    sent: int
-    falls_back: tuple[str, ...] = ()
-    error: str = ""
-
-
-class Suggestions(tuple[Suggestion, ...]):
-    """Ways to split a model's input, the best first. Its text is a table."""
-
-    def __str__(self) -> str:
-        rows = [f"{'split':>14} {'peak':>10} {'sent':>10}"]
-        for one in self:
-            if one.error:
-                rows.append(f"{_dims(one.grid):>14} {'-':>10} {'-':>10}  {one.error}")
-                continue
-            told = f"  on one worker: {', '.join(one.falls_back)}" if one.falls_back else ""
-            rows.append(f"{_dims(one.grid):>14} {in_bytes(one.peak):>10} {in_bytes(one.sent):>10}{told}")
-        return "\n".join(rows)
 
 
 @checks_arguments
@@ -220,7 +94,7 @@ def suggest(
     extents = tuple(inputs[0].shape)
     grids = list(_factorisations(count, extents))
     if not grids:
-        raise ValueError(f"suggest finds no grid of {count} workers for an input of {_dims(extents)}")
+        raise ValueError(f"suggest finds no grid of {count} workers for an input of {shown(extents)}")
     found = [_tried(model, grid, inputs, backward, options) for grid in grids]
     return Suggestions(sorted(found, key=lambda one: (bool(one.error), one.peak, one.sent, one.grid)))
 
@@ -292,12 +166,3 @@ def _factorisations(n: int, most: Shape) -> Iterator[tuple[int, ...]]:
     """The grids of n workers with at most so many along each axis."""
     divisors = [[k for k in range(1, min(n, extent) + 1) if n % k == 0] for extent in most]
     return (grid for grid in product(*divisors) if prod(grid) == n)
-
-
-def _dims(shape: Sequence[int] | None) -> str:
-    return "-" if shape is None else "x".join(map(str, shape)) or "()"
-
-
-def _sent(counted: tuple[int, int]) -> str:
-    messages, nbytes = counted
-    return f"{messages} of {in_bytes(nbytes)}" if messages else "-"

@@ -1,0 +1,235 @@
+"""Watching a model that runs on meta tensors: what each module computes, saves for backward, and sends."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
+
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.moving.writes_into_plain import why_not
+from distdl.globals.rules.fallback import Fallbacks
+from distdl.globals.summary.results import GRADIENTS, Rehearsal, Row
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.structures import map_tensors, tensors_in
+from distdl.globals.tensor.table import name_of, writes
+from distdl.tensors.derivatives import KEEPS_TENSORS, next_node
+from distdl.tensors.memory import parts_of, without_memory
+from distdl.transport import Communicator
+from distdl.transport.callsite import current_path
+from distdl.transport.recording import Call, Recording
+from distdl.workers.footprint import Footprint
+
+_VALUES = (
+    "called on meta tensors", "correct data-independent implementation does not exist", "out of meta tensor",
+    "attempted to run this operator with Meta tensors", "unsupported format string passed to",
+)  # fmt: skip
+"""What torch says where meta tensors are asked for values."""
+
+
+class Watch(TorchFunctionMode):
+    """Takes note of what a model does: which function of which module, what is saved, and what is sent."""
+
+    def __init__(self, model: torch.nn.Module, comm: Communicator) -> None:
+        super().__init__()
+        self._model, self._comm = model, comm
+        self._rows: dict[str, Row] = {}
+        self._functions: list[str] = []
+        self._marks: list[tuple[int, str]] = [(-1, GRADIENTS)]  # from which number on nodes belong to which path
+        own = (part for one in (*model.parameters(), *model.buffers()) for part in _parts(one))
+        self._weights = {one.untyped_storage()._cdata for one in own}
+        self._saved: dict[int, StorageWeakRef] = {}
+        self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+
+    def run(self, inputs: Sequence[torch.Tensor], backward: bool) -> Rehearsal:
+        """Forward and, if asked for, backward, from gradients of ones."""
+        for path, module in self._model.named_modules():
+            module.register_forward_hook(self._returns(path))
+        blocks = [one._block if type(one) is GlobalTensor else one for one in inputs]
+        self._comm.recorder = Recording(self._comm, ended=self._note_call)
+        gradients = backward and any(one.requires_grad for one in self._model.parameters())
+        with Footprint(meta=True) as footprint, torch.set_grad_enabled(gradients):
+            held = (*self._model.parameters(), *self._model.buffers())
+            footprint.count(*(part for one in held for part in _parts(one)), *blocks)
+            with torch.autograd.graph.saved_tensors_hooks(_Saving(self._save), lambda saved: saved):
+                y = self._forward(inputs)
+            if gradients:
+                self._backward(y)
+        self._weigh()
+        order = [path for path in (*self._kinds, GRADIENTS) if path in self._rows]
+        return Rehearsal([self._rows[path] for path in order], footprint.peak)
+
+    def _forward(self, inputs: Sequence[torch.Tensor]) -> Any:
+        try:
+            with self:
+                return self._model(*inputs)
+        except (RuntimeError, TypeError) as error:
+            if not any(text in str(error) for text in _VALUES):
+                raise
+            raise RuntimeError(
+                "a model is summed up from shapes alone, on meta tensors; its forward asks for values: " + str(error)
+            ) from error
+
+    def _backward(self, y: Any) -> None:
+        ends: list[torch.Tensor] = []
+
+        def collect(one: torch.Tensor) -> None:
+            block = one._block if type(one) is GlobalTensor else one
+            if block.requires_grad:
+                ends.append(block)
+
+        map_tensors(y if isinstance(y, (torch.Tensor, tuple, list, dict)) else vars(y), collect)
+        del y
+        seeds = [torch.ones_like(end) for end in ends]
+        torch.autograd.backward(ends, seeds)
+
+    # -- what is noted
+
+    def _row(self, path: str) -> Row:
+        found = self._rows.get(path)
+        if found is None:
+            found = self._rows[path] = Row(path, self._kinds.get(path, ""))
+        return found
+
+    def _returns(self, path: str) -> Callable[..., None]:
+        def note(module: torch.nn.Module, inputs: Any, result: Any) -> None:
+            row = self._row(path)
+            row.shape = row.split = row.block = None
+            first = next((one for one in tensors_in(result) if type(one) is GlobalTensor), None)
+            if first is not None:
+                row.shape, row.split, row.block = tuple(first.shape), _grid(first._layout), tuple(first._layout.local)
+
+        return note
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if name == "__get__":
+            return func(*args, **kwargs)
+        found = tensors_in((args, kwargs))
+        first = next((one for one in found if type(one) is GlobalTensor), None)
+        if any(one.is_meta for one in found):  # a table that the model made on the way
+            if writes(func, kwargs) and type(args[0]) is torch.Tensor:
+                _lose_memory(args[0])
+            args, kwargs = map_tensors((args, kwargs), _on_meta if first is None else _on_meta_if_dense)
+        if first is not None and current_path() != self._marks[-1][1]:
+            self._marks.append((next_node(), current_path()))
+        self._functions.append(name)
+        try:
+            y = func(*args, **kwargs)
+        finally:
+            self._functions.pop()
+        for one in tensors_in(y):
+            if type(one) is torch.Tensor and not one.is_meta and all(one is not other for other in found):
+                setattr(one, _MADE, True)
+        if first is not None:
+            self._note_function(name, first, y)
+        return y
+
+    def _note_function(self, name: str, x: GlobalTensor, y: Any) -> None:
+        row, fallbacks = self._row(current_path()), x._context.own(Fallbacks)
+        for one in fallbacks.values():
+            row.falls_back[one.function] += one.nbytes
+        if fallbacks:
+            fallbacks.clear()  # (another call at the same place is another one)
+            return
+        results = y if isinstance(y, (tuple, list)) else [y]
+        other = next((one for one in results if type(one) is GlobalTensor), None)
+        if name in row.moves and other is not None:
+            grids = [_grid(one._layout) for one in (x, other)]
+            if [n for n in grids[0] if n > 1] != [n for n in grids[1] if n > 1]:
+                row.redistributes[name] = f"{_show(grids[0])} -> {_show(grids[1])}"
+
+    def _note_call(self, call: Call) -> None:
+        messages, nbytes = len(call.sends), sum(nbytes for _, nbytes in call.sends)
+        if not messages:
+            return
+        node = torch._C._current_autograd_node()
+        if node is None:
+            row = self._row(current_path())
+            row.moves[self._functions[-1] if self._functions else "forward"] += nbytes
+            row.forward = row.forward[0] + messages, row.forward[1] + nbytes
+        else:
+            place = bisect_right(self._marks, node._sequence_nr(), key=lambda mark: mark[0]) - 1
+            row = self._row(self._marks[place][1])
+            row.backward = row.backward[0] + messages, row.backward[1] + nbytes
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = (tensor._block if type(tensor) is GlobalTensor else tensor).untyped_storage()
+        known = self._saved.get(storage._cdata)
+        if storage._cdata not in self._weights and (known is None or known.expired()):
+            self._row(current_path()).activations += storage.nbytes()
+            self._saved[storage._cdata] = StorageWeakRef(storage)
+        return tensor.detach()
+
+    def _weigh(self) -> None:
+        seen: set[int] = set()
+        for path, module in self._model.named_modules():
+            for own in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if id(own) not in seen:
+                    seen.add(id(own))
+                    self._row(path).weights += sum(one.nbytes for one in _parts(own))
+
+
+class _Saving:
+    """A hook that only counts what is saved. It is none of a checkpoint.
+
+    Attributes:
+        counts: for what other hooks keep in its place (see ``distdl.ops.keeping``).
+    """
+
+    def __init__(self, counts: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.counts = counts
+        setattr(self, KEEPS_TENSORS, True)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.counts(tensor)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What this worker has of a parameter or buffer, as dense tensors: of one in shares, its block."""
+    return parts_of(tensor._block if type(tensor) is GlobalTensor else tensor)
+
+
+_MADE = "_made_in_rehearsal"
+
+
+def _lose_memory(table: torch.Tensor) -> None:
+    """Let a tensor be on the device "meta" under all of its names, so that what is written into it is not lost.
+
+    What was there before the rehearsal, is a view of a tensor that others have, or has a node that refers to it, stays
+    what it is: then what is written goes into a copy.
+    """
+    if (
+        table.is_meta
+        or not hasattr(table, _MADE)
+        or table.layout is not torch.strided
+        or (table._is_view() and why_not(table))
+    ):
+        return
+    with suppress(RuntimeError), torch._C.DisableTorchFunctionSubclass():
+        swap_tensors(table, table.to("meta"))
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else without_memory(tensor)
+
+
+def _on_meta_if_dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.layout is not torch.strided and type(tensor) is not GlobalTensor else _on_meta(tensor)
+
+
+def _grid(layout: KnownLayout) -> tuple[int, ...]:
+    return tuple(layout.partition.workers.shape)
+
+
+def _show(grid: Sequence[int]) -> str:
+    return "x".join(map(str, grid)) or "one worker"
