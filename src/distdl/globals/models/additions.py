@@ -1,4 +1,4 @@
-"""What was set in a distributed model since its last forward: nobody knows yet whether it is equal on the workers."""
+"""Additions: tensors and modules that were set in a distributed model, and that may differ between workers."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from distdl.tensors.derivatives import is_recomputed
 
 
 class Additions:
-    """Whether tensors and modules were set in a distributed model outside of its forward.
+    """What was set in a distributed model outside of its forward.
 
-    Workers may have drawn other weights for them, so they are made equal before the next forward. Before the first one,
-    so are weights that have been written since the model was distributed, as ``model.apply(init)`` does.
+    Workers may have drawn other weights for it, so these are made equal before the next forward. Before the first
+    forward, so are weights that were written since the model was distributed, as ``model.apply(init)`` does.
 
     Attributes:
-        open: whether there may be any.
+        pending: whether anything may differ between workers.
     """
 
     def __init__(self) -> None:
-        self.open = False
-        self._equal = WeakIdKeyDictionary()  # what is equal on the workers: modules, parameters and buffers
-        self._begun = WeakIdKeyDictionary()  # how often each tensor had been written then, until the first forward
+        self.pending = False
+        self._equal = WeakIdKeyDictionary()  # modules, parameters and buffers that are equal on all workers
+        self._first_writes = WeakIdKeyDictionary()  # until the first forward: writes of each tensor when distributed
 
-    def begin(self, module: torch.nn.Module) -> None:
-        """Take note that a model has been distributed."""
-        self.settle(module)
+    def note_distributed(self, module: torch.nn.Module) -> None:
+        """Take note that a model has just been distributed: all of it is equal now."""
+        self.note_equal(module)
         for _, one in whole_of(module):
-            self._begun[one] = writes_of(one)
-        self.open = True
+            self._first_writes[one] = writes_of(one)
+        self.pending = True
 
-    def note(self, value: Any, running: int) -> None:
-        """Take note of a value that was set, unless the forward itself has set it."""
-        if value is None or type(value) is GlobalTensor or value in self._equal or running or is_recomputed():
+    def note_set(self, value: Any, in_forward: bool) -> None:
+        """Take note of a module or tensor that was set in the model, unless the forward itself has set it."""
+        if value is None or type(value) is GlobalTensor or value in self._equal or in_forward or is_recomputed():
             return
-        self.open = True
+        self.pending = True
 
-    def unknown(self, module: torch.nn.Module) -> set[int]:
-        """The ids of the parameters and buffers of which nobody knows whether they are equal: all of new modules."""
+    def unverified(self, module: torch.nn.Module) -> set[int]:
+        """The ids of the parameters and buffers of a model that may differ: all of new modules, and what was set."""
         new = [child for child in module.modules() if child not in self._equal]
-        inside = {id(one) for child in new for one in (*child.parameters(), *child.buffers())}
-        inside |= {id(one) for one, writes in self._begun.items() if writes_of(one) != writes}
-        return {id(one) for _, one in whole_of(module) if id(one) in inside or one not in self._equal}
+        ids = {id(one) for child in new for one in (*child.parameters(), *child.buffers())}
+        ids |= {id(one) for one, writes in self._first_writes.items() if writes_of(one) != writes}
+        return {id(one) for _, one in whole_of(module) if id(one) in ids or one not in self._equal}
 
-    def settle(self, module: torch.nn.Module) -> None:
-        """Take note that all of a module is equal on the workers."""
+    def note_equal(self, module: torch.nn.Module) -> None:
+        """Take note that a module, and all in it, is equal on all workers."""
         for one in (*module.modules(), *module.parameters(), *module.buffers()):
             self._equal[one] = True
 
     def close(self, module: torch.nn.Module) -> None:
-        """Take note that all of the model is."""
-        self.settle(module)
-        self.open = False
-        self._begun = WeakIdKeyDictionary()
+        """Take note that the whole model is equal, and that its first forward begins."""
+        self.note_equal(module)
+        self.pending = False
+        self._first_writes = WeakIdKeyDictionary()

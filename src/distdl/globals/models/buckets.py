@@ -11,11 +11,15 @@ import torch
 from distdl.globals.layouts.context import Context
 
 BUCKET = 4 << 20
-"""Bytes of gradients that travel as one message, at most (of one tensor, as many as it has)."""
+"""The most bytes of gradients in one message. A larger tensor has a message of its own."""
 
 
 class Bucket(NamedTuple):
-    """Parameters whose gradients travel together, and what gives their copies."""
+    """Parameters whose gradients travel as one message.
+
+    Attributes:
+        use: gives their replicas; called once, when the first of them is read.
+    """
 
     context: Context
     parameters: list[torch.Tensor]
@@ -23,9 +27,11 @@ class Bucket(NamedTuple):
 
 
 def buckets_of(parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """The places of parameters whose gradients travel together: those behind each other, of one dtype and device.
+    """Split parameters into buckets: neighbours of one dtype and device, up to :data:`BUCKET` bytes.
 
-    One that is there several times has the first of its places.
+    Args:
+        parameters: in the order of the model. One that is listed several times counts where it stands first.
+    Returns: for each bucket, the places of its parameters in the list.
     """
     bucket: list[int] = []
     nbytes = 0
@@ -44,7 +50,7 @@ def buckets_of(parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:
         yield bucket
 
 
-def path_around(paths: Iterable[str]) -> str:
-    """The path of the smallest module in which modules are."""
+def common_path(paths: Iterable[str]) -> str:
+    """The path of the smallest module that contains all parameters of these paths; empty for the model itself."""
     levels = zip(*(path.split(".") for path in paths), strict=False)
     return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))

@@ -1,4 +1,4 @@
-"""Weights that have come together, for as long as a forward or a backward needs them: autograd keeps no whole ones."""
+"""Gathered weights: present only while a forward or a backward needs them, and gathered again for a backward."""
 
 from __future__ import annotations
 
@@ -6,102 +6,107 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from distdl.globals.models.gathering import Gather, Gathering, gather_each, state_of, that_come_along
+from distdl.globals.models.gathering import Gather, Gathering, fit_one_message, gather_steps, share_version
 from distdl.globals.tensor.global_tensor import GlobalTensor
 
 
 class Gathered:
-    """Parameters that have come together, for as long as they are needed; they can come together again.
+    """Parameters that one module has gathered at once.
 
+    Args:
+        held: the table of whole tensors that autograd is not to keep, by their memory: the gathered parameters that
+            keep them instead, and the place among these. Entries are made and removed here.
     Attributes:
-        ready: the whole tensors, if they have come along with others in a backward.
-        recorded: whether what they have come together to depends on them.
-        before: those of the module whose forward ended before.
-        first: a number before those of the autograd nodes that read them.
-        parameters: which they are.
+        parameters: the sharded parameters.
+        prefetched: the whole tensors, if a backward has gathered them before it needs them.
+        recorded: whether the whole tensors depend on the shares in a graph.
+        previous: what the module gathered whose forward ended before. A backward needs that next.
+        first_node: a sequence number of autograd before those of the nodes that read the whole tensors.
     """
 
     def __init__(
         self, gathering: Gathering, parameters: list[GlobalTensor], held: dict[int, tuple[Gathered, int]]
     ) -> None:
         self.gathering, self.parameters, self._held = gathering, parameters, held
-        self._states = [state_of(one) for one in parameters]
-        self._wholes: tuple[torch.Tensor, ...] | None = None
-        self.ready: tuple[torch.Tensor, ...] | None = None
+        self._versions = [share_version(one) for one in parameters]
+        self._values: tuple[torch.Tensor, ...] | None = None
+        self.prefetched: tuple[torch.Tensor, ...] | None = None
         self.recorded = False
-        self.before: Sequence[Gathered] = ()
-        self.first = 0
+        self.previous: Sequence[Gathered] = ()
+        self.first_node = 0
 
-    def copies(self, wholes: tuple[torch.Tensor, ...] | None = None) -> tuple[torch.Tensor, ...]:
-        """The whole tensors, which depend on the shares.
+    def connected(self, values: tuple[torch.Tensor, ...] | None = None) -> tuple[torch.Tensor, ...]:
+        """The whole tensors as results of an autograd node, which depend on the shares.
 
         Args:
-            wholes: their values, if they have come along with others.
+            values: their values, if they were gathered already; else they are gathered now.
         """
         blocks = [one._block for one in self.parameters]
-        copies: tuple[torch.Tensor, ...] = Gather.apply(self.gathering, wholes, self.release, *blocks)
-        return copies
+        found: tuple[torch.Tensor, ...] = Gather.apply(self.gathering, values, self.release, *blocks)
+        return found
 
-    def hold(self, copies: Sequence[torch.Tensor]) -> None:
-        """From here on, autograd does not keep these tensors, but this object."""
-        self._wholes = tuple(one.detach() for one in copies)
-        for place, one in enumerate(self._wholes):
+    def hold(self, whole: Sequence[torch.Tensor]) -> None:
+        """Keep the whole tensors here, so that autograd need not keep them."""
+        self._values = tuple(one.detach() for one in whole)
+        for place, one in enumerate(self._values):
             if one.numel():
                 self._held[one.untyped_storage()._cdata] = (self, place)
 
     def release(self) -> None:
-        """Let the whole tensors go."""
-        for one in self._wholes or ():
+        """Free the whole tensors."""
+        for one in self._values or ():
             self._held.pop(one.untyped_storage()._cdata, None)
-        self._wholes, self.ready = None, None
+        self._values, self.prefetched = None, None
 
-    def is_there(self) -> bool:
-        """Whether the whole tensors are there, or have come along."""
-        return self._wholes is not None or self.ready is not None
+    def is_present(self) -> bool:
+        """Whether the whole tensors are here."""
+        return self._values is not None or self.prefetched is not None
 
-    def is_to_come(self) -> bool:
-        """Whether they have gone, and can come together again."""
-        return not self.is_there() and not self.is_outdated()
+    def is_missing(self) -> bool:
+        """Whether the whole tensors have been freed, and can be gathered again."""
+        return not self.is_present() and not self.is_outdated()
 
     def is_outdated(self) -> bool:
-        """Whether parameters have been written, or given other data, since."""
-        return [state_of(one) for one in self.parameters] != self._states
+        """Whether a parameter was written or got other data since it was gathered first."""
+        return [share_version(one) for one in self.parameters] != self._versions
 
-    def wholes(self) -> tuple[torch.Tensor, ...]:
-        """The whole tensors; they come together if they have gone.
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """The whole tensors; they are gathered again if they have been freed.
 
-        Raises: RuntimeError if parameters have been written since.
+        Raises: RuntimeError if they have, and a parameter was written since the forward.
         """
-        if self._wholes is None:
+        if self._values is None:
             if self.is_outdated():
                 raise RuntimeError(
                     "a weight that backward needs has been modified by an inplace operation, or given other data "
                     "(p.data = ...), since the forward; call backward before, as before optimizer.step()"
                 )
-            self._wholes, self.ready = self.ready, None
-            if self._wholes is None:
+            self._values, self.prefetched = self.prefetched, None
+            if self._values is None:
                 with torch.no_grad():
-                    self._wholes = self.gathering.gather([one._block for one in self.parameters])
-        return self._wholes
+                    self._values = self.gathering.gather([one._block for one in self.parameters])
+        return self._values
 
 
-def come_along(gathered: Sequence[Gathered]) -> list[Gathered]:
-    """Let those that a backward needs now come together, and with them those that it will most likely need next.
+def prefetch_backward(needed: Sequence[Gathered]) -> list[Gathered]:
+    """Gather again what a backward needs now, and with it what it will most likely need next, by one message.
 
-    Returns: which have, if they are several.
+    Args:
+        needed: what one module has gathered.
+    Returns: all that was gathered; nothing if that would be only one, which is left to :meth:`Gathered.values`.
     """
 
-    def to_come() -> Iterator[Gathered]:
-        some = gathered
-        while some and all(one.is_to_come() or one.is_there() for one in some):
-            yield from (one for one in some if one.is_to_come())
-            some = some[0].before
+    def missing() -> Iterator[Gathered]:
+        some = needed
+        while some and all(one.is_missing() or one.is_present() for one in some):
+            yield from (one for one in some if one.is_missing())
+            some = some[0].previous
 
-    if not any(one.is_to_come() for one in gathered):
+    if not any(one.is_missing() for one in needed):
         return []
-    each = that_come_along(to_come())
+    each = fit_one_message(missing())
     if len(each) < 2:
         return []
-    for one, wholes in zip(each, gather_each(each), strict=True):
-        one.ready = wholes
+    for one, values in zip(each, gather_steps(each), strict=True):
+        one.prefetched = values
     return each

@@ -1,4 +1,4 @@
-"""Modules that become parts of a distributed model: those that it has, and those that are put into it later."""
+"""Membership: which modules are parts of a distributed model, also those that are put into it later."""
 
 from __future__ import annotations
 
@@ -9,73 +9,78 @@ from torch.nn.parameter import is_lazy
 
 from distdl.globals.consistency.equality import make_equal, whole_of
 from distdl.globals.layouts.context import Context
-from distdl.globals.models.parameters import Buffers, Copies, Parameters
+from distdl.globals.models.parameters import Buffers, Parameters, Weights
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.tensors.derivatives import is_recomputed
 from distdl.transport.callsite import Place, put
 
 
 class Modules(dict[str, Any]):
-    """The modules in one module. One that is put there later becomes a part of the model, too.
+    """The modules in one module of a distributed model. A module that is put here joins the model.
 
-    One that the forward itself has made does so at once, as it computes with it. Any other does at the next forward.
+    It joins at once if the model's forward puts it here, as the forward computes with it; else at the next forward.
     """
 
-    def __init__(self, copies: Copies, place: Place, modules: dict[str, Any]) -> None:
+    def __init__(self, weights: Weights, place: Place, modules: dict[str, Any]) -> None:
         super().__init__(modules)
-        self.copies, self.place = copies, place
+        self.weights, self.place = weights, place
 
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(value, torch.nn.Module):
-            if self.copies.running or is_recomputed():
-                _join_now(value, self.copies, self.place.of(name))
+            if self.weights.depth or is_recomputed():
+                _join_now(value, self.weights, self.place.of(name))
             else:
-                self.copies.additions.note(value, self.copies.running)
+                self.weights.additions.note_set(value, in_forward=False)
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
-        self.copies.additions.open = True  # (lists of modules go on with another dict, which takes note of nothing)
+        # lists of modules delete by making another dict, which takes note of nothing
+        self.weights.additions.pending = True
         super().__delitem__(name)
 
 
-def join(module: torch.nn.Module, copies: Copies, place: Place) -> None:
-    """Make a module, and those in it, parts of a distributed model; those that are parts already stay as they are."""
+def join(module: torch.nn.Module, weights: Weights, place: Place) -> None:
+    """Make a module, and those in it, parts of a distributed model. Those that are parts already stay as they are.
+
+    Args:
+        place: of the module in the model. Each module is given its own, as a checkpoint may recompute one of them.
+    """
     new = []
     for path, child in module.named_modules():
-        if _joins(child):
+        if _can_join(child):
             new.append(child)
             own = place.of(path)
-            # (set so because a module that torch.compile has made sets the attributes of another)
-            child.__dict__["_parameters"] = Parameters(copies, child._parameters)
-            child.__dict__["_buffers"] = Buffers(copies, child._buffers)
-            put(child, own)  # (each says so: a checkpoint recomputes one of them alone)
+            # by __dict__, as a module that torch.compile has made sets the attributes of the one that it wraps
+            child.__dict__["_parameters"] = Parameters(weights, child._parameters)
+            child.__dict__["_buffers"] = Buffers(weights, child._buffers)
+            put(child, own)
         if isinstance(child._parameters, Parameters) and not isinstance(child._modules, Modules):
-            child.__dict__["_modules"] = Modules(copies, place.of(path), child._modules)
-    copies.enlarged(new)
+            child.__dict__["_modules"] = Modules(weights, place.of(path), child._modules)
+    weights.adopt(new)
 
 
-def _joins(module: torch.nn.Module) -> bool:
-    """Whether a module is no part of a model yet. One whose parameters have no shapes yet stays as it is."""
+def _can_join(module: torch.nn.Module) -> bool:
+    """Whether a module is no part of a model yet, and its parameters have shapes (lazy ones get them later)."""
     return not isinstance(module._parameters, Parameters) and not any(is_lazy(one) for one in module.parameters(False))
 
 
-def _join_now(module: torch.nn.Module, copies: Copies, place: Place) -> None:
-    """Make parts of a model of a module that its forward has made, and of those in it. Collective.
+def _join_now(module: torch.nn.Module, weights: Weights, place: Place) -> None:
+    """Make a module that a forward has just made, and those in it, parts of the model. Collective.
 
-    Every worker gets the parameters of worker 0, and the whole of what is a global tensor, as if the module had been
-    there when the model was distributed. But its parameters stay whole.
+    Every worker gets the parameters of worker 0, and global tensors among them are gathered, as if the module had been
+    there when the model was distributed. But with sharded weights, its parameters stay whole.
     """
-    later = [child for child in module.modules() if _joins(child)]
-    if not later:
+    new = [child for child in module.modules() if _can_join(child)]
+    if not new:
         return
-    join(module, copies, place)
-    for child in later:
+    join(module, weights, place)
+    for child in new:
         for name, value in [*child._parameters.items(), *child._buffers.items()]:
             if type(value) is GlobalTensor:
-                held: dict[str, Any] = child._parameters if name in child._parameters else child._buffers
-                held[name] = value
-    made = {id(one) for child in later for one in (*child._parameters.values(), *child._buffers.values())}
-    made &= {id(one) for _, one in whole_of(module)}
-    if made:
-        make_equal(module, Context.of(copies.P.comm), made)
-    copies.additions.settle(module)
+                owner: dict[str, Any] = child._parameters if name in child._parameters else child._buffers
+                owner[name] = value
+    ids = {id(one) for child in new for one in (*child._parameters.values(), *child._buffers.values())}
+    ids &= {id(one) for _, one in whole_of(module)}
+    if ids:
+        make_equal(module, Context.of(weights.P.comm), ids)
+    weights.additions.note_equal(module)

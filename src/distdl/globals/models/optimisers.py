@@ -1,4 +1,4 @@
-"""The state of an optimiser whose parameters are stored in shares: as whole tensors, for a file, and back."""
+"""The state of an optimiser of sharded weights: gathered for a file, and loaded from one."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from distdl.partition.arguments import checks_arguments
 
 @checks_arguments
 def optimizer_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The ``state_dict()`` of an optimiser with whole tensors: that of the sequential one. Collective.
+    """Gather the ``state_dict()`` of an optimiser: whole tensors, as the sequential optimiser has them. Collective.
 
-    It is the same on every worker, has memory of its own, and can be saved. ``optimizer.state_dict()`` itself refers
-    to this worker's shares, which cannot.
+    The result is the same on every worker, has memory of its own, and can be saved. ``optimizer.state_dict()`` itself
+    has this worker's shares, which cannot be saved.
     """
 
-    def whole(one: torch.Tensor) -> torch.Tensor:
+    def gathered(one: torch.Tensor) -> torch.Tensor:
         detached: Any = one.detach()
         return full_tensor(detached) if type(one) is GlobalTensor else detached.clone()
 
-    state: dict[str, Any] = map_tensors(optimizer.state_dict(), whole)
+    state: dict[str, Any] = map_tensors(optimizer.state_dict(), gathered)
     return state
 
 
 @checks_arguments
 def load_optimizer_state_dict(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state of whole tensors: of :func:`optimizer_state_dict`, or of a sequential optimiser.
+    """Load a state of whole tensors, from :func:`optimizer_state_dict` or from a sequential optimiser.
 
-    Each worker keeps its shares of it, split as the parameters are. Nothing moves: every worker has the state.
+    Every worker passes the same state, and keeps its shares of it, split as the parameters are. No message is sent.
 
-    Raises: what ``optimizer.load_state_dict`` raises, for the state of other parameters.
+    Raises: TypeError for what is no dict; what ``optimizer.load_state_dict`` raises for the state of other parameters.
     """
     if not isinstance(state, dict):
         raise TypeError(f"load_optimizer_state_dict needs the state_dict of an optimiser; got a {type(state).__name__}")
     optimizer.load_state_dict(state)
     for parameter, own in optimizer.state.items():
-        if not isinstance(parameter, torch.Tensor):  # (what some optimisers keep of no parameter)
+        if not isinstance(parameter, torch.Tensor):  # some optimisers keep more, under other keys
             optimizer.state[parameter] = map_tensors(own, torch.clone)
             continue
         for name, value in own.items():
@@ -53,7 +53,8 @@ def load_optimizer_state_dict(optimizer: torch.optim.Optimizer, state: dict[str,
 
 
 def _share(value: torch.Tensor, parameter: GlobalTensor, name: str) -> torch.Tensor:
-    if name == "step" or (not value.dim() and parameter.dim()):  # (a count, which every worker has)
+    """This worker's share of what an optimiser keeps of a parameter under a name. Counts stay whole."""
+    if name == "step" or (not value.dim() and parameter.dim()):
         return value.clone()
     if value.shape == parameter.shape:
         return GlobalTensor._of(taken(value, parameter._layout).clone(), parameter._layout)

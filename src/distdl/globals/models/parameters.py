@@ -1,4 +1,4 @@
-"""The dicts of a distributed model's modules, in which its code looks up parameters and buffers by their names."""
+"""The dicts of a distributed model's modules, in which its code looks up parameters and buffers by name."""
 
 from __future__ import annotations
 
@@ -18,63 +18,63 @@ from distdl.tensors.levels import beneath
 from distdl.tensors.repeats import checkpoints
 
 
-class Copies(Protocol):
-    """How the parameters of a model come to where its forward computes with them.
+class Weights(Protocol):
+    """Where the parameters of a model are stored, and how a forward gets replicas of them.
 
     Attributes:
         P: the partition over which the model is distributed.
-        running: how many forwards of it run, one inside another.
-        additions: what was set in the model since the last of them.
-        outside: the checkpoints in which parameters have been read outside of any forward of it.
+        depth: how many forwards of the model run, one inside another.
+        additions: what was set in the model since its last forward.
+        outside_checkpoints: the checkpoints in which parameters were read outside of any forward of the model.
     """
 
     P: Partition
-    running: int
+    depth: int
     additions: Additions
-    outside: WeakSet[Any]
+    outside_checkpoints: WeakSet[Any]
 
-    def begin(self) -> None:
-        """A forward begins that is not inside another."""
+    def begin_forward(self) -> None:
+        """Called when an outermost forward begins."""
 
-    def end(self) -> None:
-        """It has ended, or raised."""
+    def end_forward(self) -> None:
+        """Called when it has ended, or raised."""
 
-    def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
-        """What a forward reads in the place of a parameter of a module."""
+    def replica_of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
+        """The replica that a forward computes with when it reads a parameter of a module whose dict is the owner."""
 
-    def settled(self, value: Any) -> Any:
-        """What a parameter becomes that is set to a value."""
+    def as_assigned(self, value: Any) -> Any:
+        """The parameter that is stored when a value is assigned to a parameter's name; other values as they are."""
 
-    def enlarged(self, modules: list[torch.nn.Module]) -> None:
-        """Modules belong to the model from now on, or their parameters have changed."""
+    def adopt(self, modules: list[torch.nn.Module]) -> None:
+        """Called when modules have joined the model, or their parameters have changed."""
 
 
 class Parameters(dict[str, Any]):
-    """The parameters of one module. Who looks one up by its name while the forward runs gets a copy that has entered.
+    """The parameters of one module. Looking one up by name gives its replica while a forward of the model runs.
 
-    So does a forward that a checkpoint recomputes during backward; but what a checkpoint has computed outside of the
-    model's forward (``checkpoint(model.encoder, x)``) reads again what it has read. Optimisers, ``state_dict`` and all
-    else that lists parameters see the parameters themselves.
+    It does so, too, while a checkpoint recomputes in backward what it computed in a forward. A checkpoint outside of
+    the model's forward, as ``checkpoint(model.encoder, x)``, reads the parameter itself both times. Optimisers,
+    ``state_dict`` and all else that lists the values of this dict get the parameters themselves.
     """
 
-    def __init__(self, copies: Copies, parameters: dict[str, Any]) -> None:
+    def __init__(self, weights: Weights, parameters: dict[str, Any]) -> None:
         super().__init__(parameters)
-        self.copies = copies
+        self.weights = weights
 
     def __getitem__(self, name: str) -> Any:
         return self.read(super().__getitem__(name))
 
     def read(self, parameter: Any) -> Any:
-        """What is read now in the place of one of these parameters."""
-        if parameter is None or not (self.copies.running or self._is_recomputed()):
+        """The replica of one of these parameters in a forward of the model; else the parameter itself, or None."""
+        if parameter is None or not (self.weights.depth or self._is_recomputed()):
             return parameter
-        # (no mode is to see each call on the way to a copy, nor ours; and a copy is none of an element)
+        # no mode sees the calls that make a replica, and a replica belongs to no level of vmap
         with torch._C.DisableTorchFunction(), beneath():
-            return self.copies.of(self, parameter)
+            return self.weights.replica_of(self, parameter)
 
     def _is_recomputed(self) -> bool:
-        """Whether a checkpoint recomputes what it has computed in a forward of the model."""
-        outside = self.copies.outside
+        """Whether a checkpoint recomputes what it computed in a forward of the model. Notes checkpoints outside."""
+        outside = self.weights.outside_checkpoints
         if is_recomputed():
             return not (outside and any(one in outside for one, _ in checkpoints()))
         if is_checkpointed():
@@ -85,31 +85,31 @@ class Parameters(dict[str, Any]):
     leave_uncompiled(read)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        # (torch.func.functional_call puts back what it has read here)
-        value = self.copies.settled(_registered(value))
-        if isinstance(value, torch.nn.Parameter):  # (what it puts here before is no part of the model)
-            self.copies.additions.note(value, self.copies.running)
+        # torch.func.functional_call sets tensors that are no parameters, and puts back the replica that it has read
+        value = self.weights.as_assigned(_registered(value))
+        if isinstance(value, torch.nn.Parameter):
+            self.weights.additions.note_set(value, self.weights.depth > 0)
         super().__setitem__(name, value)
 
 
 class Buffers(dict[str, Any]):
-    """The buffers of one module. One that is set to a global tensor becomes the whole tensor, on every worker."""
+    """The buffers of one module. One that is set to a global tensor becomes the gathered tensor, on every worker."""
 
-    def __init__(self, copies: Copies, buffers: dict[str, Any]) -> None:
+    def __init__(self, weights: Weights, buffers: dict[str, Any]) -> None:
         super().__init__(buffers)
-        self.copies = copies
+        self.weights = weights
 
     def __setitem__(self, name: str, value: Any) -> None:
         if type(value) is not GlobalTensor:
-            self.copies.additions.note(value, self.copies.running)
+            self.weights.additions.note_set(value, self.weights.depth > 0)
         super().__setitem__(name, settled(value))
 
 
 def _registered(value: Any) -> Any:
-    """What a module registers where a forward sets a parameter to what it has read: the parameter itself.
+    """The parameter that a module registers when a forward assigns a value that it has read to a name.
 
-    ``self.v = self.w`` gives w another name. ``self.v = nn.Parameter(self.w.detach())`` has made a new parameter, which
-    is a replica until it is registered here.
+    ``self.v = self.w`` gives w another name, so a replica is registered as its parameter. ``self.v =
+    nn.Parameter(self.w.detach())`` has made a new parameter, which is a replica until here. Other values as they are.
     """
     if type(value) is not Replica:
         return value

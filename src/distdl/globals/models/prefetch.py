@@ -1,4 +1,4 @@
-"""The order in which a forward needs weights: what is needed next comes along, as one message."""
+"""Prefetching sharded weights: a forward expects the order of the one before, and gathers small ones together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from distdl.globals.models.gathered import Gathered
-from distdl.globals.models.gathering import Gather, Gathering, gather_each, state_of, that_come_along
+from distdl.globals.models.gathering import Gather, Gathering, fit_one_message, gather_steps, share_version
 from distdl.globals.tensor.global_tensor import GlobalTensor
 
 
@@ -17,110 +17,121 @@ class _Step(NamedTuple):
     """What a forward gathers at once.
 
     Attributes:
-        joins: whether the gradients may go back with others: not those of what runs in a checkpoint, or without graph.
+        joins: whether its gradients may travel with those of other steps. Those of a checkpoint or without a graph may
+            not.
     """
 
     parameters: Sequence[GlobalTensor]
     joins: bool
 
 
-class Course:
-    """In which order a forward gathers weights. The next one most likely does the same.
+class Prefetching:
+    """The order in which a model's forward gathers its weights. The next forward most likely has the same.
 
-    What has come along is taken only if the shares are by then what they were. The rest goes with the end of the
-    forward. All workers run the same modules, and so agree on what comes along.
+    Prefetched weights are used only if their shares were not written since. What is left at the end of a forward is
+    dropped. All workers run the same modules, so they prefetch the same weights.
     """
 
     def __init__(self) -> None:
-        self._known: list[_Step] = []
-        self._now: list[_Step] = []
-        self._ahead: dict[int, _Message] = {}  # by the place in these
-        self._runs, self._graph = False, False
+        self._expected: list[_Step] = []
+        self._taken: list[_Step] = []
+        self._messages: dict[int, _Message] = {}  # what was prefetched, by the place of the step
+        self._in_forward, self._graph = False, False
 
-    def begin(self) -> None:
-        self._known, self._now, self._runs = self._now, [], True
+    def begin_forward(self) -> None:
+        self._expected, self._taken, self._in_forward = self._taken, [], True
         self._graph = torch.is_grad_enabled()
 
-    def end(self) -> None:
-        self._runs = False
+    def end_forward(self) -> None:
+        self._in_forward = False
         with torch._C.DisableTorchFunction():
-            self._now = list(takewhile(_are_leaves, self._now))
-        self._ahead.clear()
+            self._taken = list(takewhile(_are_leaves, self._taken))
+        self._messages.clear()
 
-    def copies(self, gathered: Gathered, joined: bool) -> tuple[torch.Tensor, ...]:
-        """The whole tensors, which depend on the shares.
+    def gather(self, gathered: Gathered, joined: bool) -> tuple[torch.Tensor, ...]:
+        """The whole tensors, connected to their shares, from a message that was sent before or from a new one.
 
         Args:
-            joined: whether the gradients may go back as one message with those of what has come along.
+            joined: whether their gradients may travel with those of other steps.
         """
-        parameters = gathered.parameters
         joins = joined and torch.is_grad_enabled()
-        message = self._message(parameters, joins)
+        message = self._message_of(gathered.parameters, joins)
         if message is None:
-            return gathered.copies()
-        place = len(self._now) - 1
-        if joins and _are_trained(parameters):
-            return message.copies(place, gathered)
-        return gathered.copies(message.wholes(place))
+            return gathered.connected()
+        place = len(self._taken) - 1
+        if joins and _are_trained(gathered.parameters):
+            return message.connected(place, gathered)
+        return gathered.connected(message.values(place))
 
-    def _message(self, parameters: Sequence[GlobalTensor], joins: bool) -> _Message | None:
-        """That in which these parameters have come with others, now or before."""
-        if not self._runs:  # (a checkpoint that is recomputed in backward)
+    def _message_of(self, parameters: Sequence[GlobalTensor], joins: bool) -> _Message | None:
+        """The message by which parameters are gathered with others, now or before.
+
+        Returns: None if they are gathered alone: outside of a forward (in a checkpoint that is recomputed), in another
+            order than expected, or if their shares were written since.
+        """
+        if not self._in_forward:
             return None
-        place = len(self._now)
-        known = self._known[place] if place < len(self._known) else None
-        if not self._graph:  # (a forward without any says nothing of the next one that has)
-            joins = known is None or known.joins
-        self._now.append(_Step(parameters, joins))
-        if known is None or [id(one) for one in known.parameters] != [id(one) for one in parameters]:
-            self._known = []
+        place = len(self._taken)
+        expected = self._expected[place] if place < len(self._expected) else None
+        if not self._graph:  # a forward without graph does not tell what the next one with a graph may join
+            joins = expected is None or expected.joins
+        self._taken.append(_Step(parameters, joins))
+        if expected is None or [id(one) for one in expected.parameters] != [id(one) for one in parameters]:
+            self._expected = []
             return None
-        if place not in self._ahead:
-            # (by numbers, as islice would walk up to there)
-            steps = that_come_along(self._known[one] for one in range(place, len(self._known)))
+        if place not in self._messages:
+            # by numbers, as islice would walk through all steps before
+            steps = fit_one_message(self._expected[number] for number in range(place, len(self._expected)))
             if len(steps) < 2:
                 return None
             message = _Message(place, steps)
-            self._ahead.update(dict.fromkeys(range(place, place + len(steps)), message))
-        message = self._ahead.pop(place)
-        return message if message.holds(place) else None
+            self._messages.update(dict.fromkeys(range(place, place + len(steps)), message))
+        message = self._messages.pop(place)
+        return message if message.is_current(place) else None
 
 
 class _Message:
-    """Parameters that have come together as one message. Their gradients go back as one, too: they have one node."""
+    """The parameters of several steps, gathered by one message. Their gradients travel as one, too: they have one node.
+
+    Args:
+        first: the place of the first step.
+    """
 
     def __init__(self, first: int, steps: Sequence[_Step]) -> None:
-        self._lists = {place: one.parameters for place, one in enumerate(steps, start=first)}
+        self._parameters = {place: one.parameters for place, one in enumerate(steps, start=first)}
         self._joins = {place for place, one in enumerate(steps, start=first) if one.joins}
-        self._states = {place: [state_of(one) for one in some] for place, some in self._lists.items()}
-        self._wholes = dict(enumerate(gather_each(steps), start=first))
-        self._copies: dict[int, tuple[torch.Tensor, ...]] | None = None
-        self._users: list[Gathered] = []  # (the node knows these, and so not the copies, which know the node)
+        self._versions = {place: [share_version(one) for one in each] for place, each in self._parameters.items()}
+        self._values = dict(enumerate(gather_steps(steps), start=first))
+        self._connected: dict[int, tuple[torch.Tensor, ...]] | None = None
+        self._users: list[Gathered] = []  # a list of its own: the node keeps it, and so not this message
 
-    def holds(self, place: int) -> bool:
-        """Whether the shares of these parameters are still what they were when the message was sent."""
-        return self._states[place] == [state_of(one) for one in self._lists[place]]
+    def is_current(self, place: int) -> bool:
+        """Whether the shares of a step were not written since the message was sent."""
+        return self._versions[place] == [share_version(one) for one in self._parameters[place]]
 
-    def wholes(self, place: int) -> tuple[torch.Tensor, ...]:
-        """The whole tensors, once."""
-        return tuple(one.detach() for one in self._wholes.pop(place))  # (the node may have made them its own)
+    def values(self, place: int) -> tuple[torch.Tensor, ...]:
+        """The whole tensors of a step, without a graph. Called once."""
+        return tuple(one.detach() for one in self._values.pop(place))  # some may be results of the node
 
-    def copies(self, place: int, gathered: Gathered) -> tuple[torch.Tensor, ...]:
-        """The whole tensors, once, as results of the node of all that were not taken before."""
-        if self._copies is None:
-            self._copies = self._joined(place)
-        found = self._copies.pop(place, None)
-        if found is None:  # (they did not require a gradient by then, or had no graph the last time)
-            return gathered.copies(self.wholes(place))
-        del self._wholes[place]
+    def connected(self, place: int, gathered: Gathered) -> tuple[torch.Tensor, ...]:
+        """The whole tensors of a step, connected to their shares by the node of all steps. Called once.
+
+        A step that did not require gradients when the node was made, or had no graph the last time, gets a node alone.
+        """
+        if self._connected is None:
+            self._connected = self._connect(place)
+        found = self._connected.pop(place, None)
+        if found is None:
+            return gathered.connected(self.values(place))
+        del self._values[place]
         self._users.append(gathered)
         return found
 
-    def _joined(self, now: int) -> dict[int, tuple[torch.Tensor, ...]]:
+    def _connect(self, now: int) -> dict[int, tuple[torch.Tensor, ...]]:
         joins = {now, *self._joins}
-        places = [place for place in self._wholes if place in joins and _are_trained(self._lists[place])]
-        parameters = [one for place in places for one in self._lists[place]]
-        wholes = tuple(one for place in places for one in self._wholes[place])
+        places = [place for place in self._values if place in joins and _are_trained(self._parameters[place])]
+        parameters = [one for place in places for one in self._parameters[place]]
+        values = tuple(one for place in places for one in self._values[place])
         users = self._users
 
         def release() -> None:
@@ -128,15 +139,15 @@ class _Message:
                 one.release()
 
         blocks = [one._block for one in parameters]
-        copies = iter(Gather.apply(Gathering.of(parameters), wholes, release, *blocks))
-        return {place: tuple(next(copies) for _ in self._lists[place]) for place in places}
+        connected = iter(Gather.apply(Gathering.of(parameters), values, release, *blocks))
+        return {place: tuple(next(connected) for _ in self._parameters[place]) for place in places}
 
 
 def _are_leaves(step: _Step) -> bool:
-    """Whether none of them has a graph of its own.
+    """Whether no parameter of a step has a graph of its own, as those have that ``torch.func.functional_call`` sets.
 
-    ``torch.func.functional_call`` sets such ones. They do not come with others: a node that has several leads a
-    backward to the graphs of all of them, and these would be kept until the next forward.
+    Such parameters are not prefetched: a node of several would lead a backward to the graphs of all of them, and these
+    would be kept until the next forward.
     """
     return all(one._block.is_leaf for one in step.parameters)
 

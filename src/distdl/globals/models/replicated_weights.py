@@ -1,4 +1,4 @@
-"""The parameters of a distributed model: what its code reads in their places while its forward runs."""
+"""Replicated weights: every worker has all parameters whole, and the sums of their gradients travel in few messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from distdl.globals.consistency.drift import Drift
 from distdl.globals.layouts.context import Context
 from distdl.globals.models.additions import Additions
-from distdl.globals.models.buckets import Bucket, buckets_of, path_around
+from distdl.globals.models.buckets import Bucket, buckets_of, common_path
 from distdl.globals.models.parameters import Parameters
 from distdl.globals.moving.buffer_writes import settled
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -23,112 +23,123 @@ from distdl.nn.module import Module
 from distdl.partition import Partition
 
 
-class Replicas:
-    """Every worker has all parameters. They enter together at the start of a forward, in buckets if they are many."""
+class ReplicatedWeights:
+    """Weights of which every worker has all.
+
+    At the start of a forward with gradients, all parameters enter the graph as replicas: in one bucket, or in several
+    if they are many. A forward without gradients reads the parameters themselves.
+    """
 
     def __init__(self, module: torch.nn.Module, P: Partition) -> None:
         self.module, self.P = module, P
-        self.running, self.additions = 0, Additions()
-        self.outside: WeakSet[Any] = WeakSet()
+        self.depth, self.additions = 0, Additions()
+        self.outside_checkpoints: WeakSet[Any] = WeakSet()
         self._drift = Drift()
-        self._copies: dict[int, Replica] = {}  # by the id of a parameter: those of the latest forward
-        self._entering: dict[int, Bucket] = {}  # the same: those of which none has been read in it
-        self._plain = False  # whether the forward that runs has no gradients, and reads the parameters themselves
-        self._held: list[Parameters] | None = None
-        self._described: list[Any] = []  # the parameters for which the buckets are
-        self._listed: list[torch.Tensor] = []  # these
-        self._buckets: list[tuple[list[int], Which]] = []  # their places among these, and which they are
+        self._replicas: dict[int, Replica] = {}  # of the latest forward, by the id of their parameter
+        self._unread: dict[int, Bucket] = {}  # by the id of a parameter: the bucket, until one of its replicas is read
+        self._reads_parameters = False  # whether the forward that runs has no gradients
+        self._dicts: list[Parameters] | None = None
+        self._described: list[Any] = []  # the parameters for which the buckets were made: ids, shapes, dtypes, devices
+        self._trained: list[torch.Tensor] = []  # these parameters
+        self._buckets: list[tuple[list[int], Which]] = []  # the places of each bucket's parameters among these
 
-    def begin(self) -> None:
-        self._plain = not torch.is_grad_enabled()
-        if self._plain and self._share_memory():
-            return  # (a checkpoint reads the copies in the backward of an earlier forward)
-        self._copies, self._entering = {}, {}
-        if self._plain:
+    def begin_forward(self) -> None:
+        self._reads_parameters = not torch.is_grad_enabled()
+        if self._reads_parameters and self._share_memory():
+            return  # a checkpoint reads the replicas in the backward of an earlier forward
+        self._replicas, self._unread = {}, {}
+        if self._reads_parameters:
             return
-        if self._held is None:
-            self._held = list(_held(self.module))
+        self._list_trained()
         context = Context.of(self.P.comm)
-        every = [p for held in self._held for p in held.values() if p is not None]
-        every = [p for p in every if type(p) is not Replica]  # (functional_call sets what another model has computed)
-        listed = [p for p in every if p.requires_grad]
-        for p in listed:
-            if p.is_leaf and type(p.grad) is GlobalTensor:  # (made by hand, of activations: torch adds to it)
-                p.grad = p.grad.full_tensor()
-        described = [(id(p), p.shape, p.dtype, p.device) for p in listed]
-        if described != self._described:
-            self._described, self._listed = described, listed
-            among = [place for place, p in enumerate(every) if p.requires_grad]
-            paths = {id(p): path for path, child in self.module.named_modules() for p in child._parameters.values()}
-            self._buckets = []
-            for places in buckets_of(listed):
-                around = path_around(paths[id(listed[place])] for place in places)
-                self._buckets.append((places, Which(tuple([among[place] for place in places]), around)))
         alone = len(context.everyone) == 1
-        look = None if alone or not listed else self._drift.look(context, self.module)
+        look = None if alone or not self._trained else self._drift.look(context, self.module)
         settle(context)
-        buckets = [([listed[place] for place in places], which) for places, which in self._buckets]
-        if alone or len(buckets) < 2:  # (one is full only when the backward has come to its end)
+        buckets = [([self._trained[place] for place in places], which) for places, which in self._buckets]
+        if alone or len(buckets) < 2:  # one bucket is full only when the backward ends, so nothing can overlap
             for bucket, which in buckets:
-                self._read(context, bucket, enter(context, bucket, look, which))
+                self._keep_replicas(context, bucket, enter(context, bucket, look, which))
             return
         for (bucket, _), use in zip(buckets, enter_apart(context, buckets, look), strict=True):
-            self._entering.update(dict.fromkeys(map(id, bucket), Bucket(context, bucket, use)))
+            self._unread.update(dict.fromkeys(map(id, bucket), Bucket(context, bucket, use)))
+
+    def _list_trained(self) -> None:
+        """List the parameters that require gradients, and make their buckets if the list has changed."""
+        if self._dicts is None:
+            self._dicts = list(_dicts_of(self.module))
+        every = [p for one in self._dicts for p in one.values() if p is not None]
+        # torch.func.functional_call may set replicas of another model
+        every = [p for p in every if type(p) is not Replica]
+        trained = [p for p in every if p.requires_grad]
+        for p in trained:
+            # torch adds to a gradient that a program has made of activations, by hand
+            if p.is_leaf and type(p.grad) is GlobalTensor:
+                p.grad = p.grad.full_tensor()
+        described = [(id(p), p.shape, p.dtype, p.device) for p in trained]
+        if described == self._described:
+            return
+        self._described, self._trained = described, trained
+        numbers = [number for number, p in enumerate(every) if p.requires_grad]
+        paths = {id(p): path for path, child in self.module.named_modules() for p in child._parameters.values()}
+        self._buckets = []
+        for places in buckets_of(trained):
+            path = common_path(paths[id(trained[place])] for place in places)
+            self._buckets.append((places, Which(tuple([numbers[place] for place in places]), path)))
 
     def _share_memory(self) -> bool:
-        """Whether copies are there, in the memory of the parameters (``model.half()`` gives these another)."""
-        copy = next(iter(self._copies.values()), None)
-        return copy is not None and copy._plain.data_ptr() == copy._variable.data_ptr()
+        """Whether there are replicas in the parameters' memory. ``model.half()`` gives the parameters another."""
+        replica = next(iter(self._replicas.values()), None)
+        return replica is not None and replica._plain.data_ptr() == replica._variable.data_ptr()
 
-    def _read(self, context: Context, parameters: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-        for parameter, copy in zip(parameters, copies, strict=True):
-            self._copies[id(parameter)] = Replica._of_parameter(copy, parameter, context)
+    def _keep_replicas(
+        self, context: Context, parameters: Sequence[torch.Tensor], entered: Sequence[torch.Tensor]
+    ) -> None:
+        for parameter, plain in zip(parameters, entered, strict=True):
+            self._replicas[id(parameter)] = Replica._of_parameter(plain, parameter, context)
 
-    def end(self) -> None:
-        """The copies stay: a checkpoint reads them in backward."""
+    def end_forward(self) -> None:
+        """Keep the replicas: a checkpoint reads them in backward."""
 
-    def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
-        if (self._plain and self.running) or not parameter.requires_grad:  # (which may be since it has entered)
+    def replica_of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
+        # the forward itself may have frozen a parameter that entered
+        if (self._reads_parameters and self.depth) or not parameter.requires_grad:
             return parameter
-        copy = self._copies.get(id(parameter))
-        if copy is None:
-            bucket = self._entering.get(id(parameter))
+        replica = self._replicas.get(id(parameter))
+        if replica is None:
+            bucket = self._unread.get(id(parameter))
             if bucket is None:
                 return parameter
-            self._read(bucket.context, bucket.parameters, bucket.use())
-            copy = self._copies[id(parameter)]
-        if address_of(copy._plain) != address_of(parameter):
-            copy = self._read_again(copy._context, parameter)
-        return copy
+            self._keep_replicas(bucket.context, bucket.parameters, bucket.use())
+            replica = self._replicas[id(parameter)]
+        if address_of(replica._plain) != address_of(parameter):  # the forward has set the parameter's ``data``
+            with torch.enable_grad():
+                entered = enter(replica._context, [parameter], recomputed=False)
+            self._keep_replicas(replica._context, [parameter], entered)
+            replica = self._replicas[id(parameter)]
+        return replica
 
-    def _read_again(self, context: Context, parameter: torch.Tensor) -> Replica:
-        """Let a parameter enter by itself whose ``data`` the forward has set since it has entered."""
-        with torch.enable_grad():
-            self._read(context, [parameter], enter(context, [parameter], recomputed=False))
-        return self._copies[id(parameter)]
-
-    def settled(self, value: Any) -> Any:
+    def as_assigned(self, value: Any) -> Any:
         if type(value) is not GlobalTensor:
             return value
-        if not isinstance(value, torch.nn.Parameter):  # as torch.func.functional_call does, whose gradient goes on
+        if not isinstance(value, torch.nn.Parameter):  # torch.func.functional_call sets it, and its gradient goes on
             return value.full_tensor()
         return torch.nn.Parameter(settled(value.detach()), value.requires_grad)
 
-    def enlarged(self, modules: list[torch.nn.Module]) -> None:
-        self._held = None
+    def adopt(self, modules: list[torch.nn.Module]) -> None:
+        self._dicts = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
-        """Those of a copied model. Where a part of the model is copied by itself, its weights enter by themselves."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedWeights:
+        """The weights of a copied model. A part that is copied by itself keeps this object, which has none of its."""
         if id(self.module) not in memo:
             return self
-        made = memo[id(self)] = Replicas(deepcopy(self.module, memo), self.P)
+        made = memo[id(self)] = ReplicatedWeights(deepcopy(self.module, memo), self.P)
         return made
 
 
-def _held(module: torch.nn.Module) -> Iterator[Parameters]:
-    """The parameters of the modules that are distributed; those of modules of ``distdl.nn`` live on some workers."""
-    own = {id(p) for child in module.modules() if isinstance(child, Module) for p in child.parameters()}
+def _dicts_of(module: torch.nn.Module) -> Iterator[Parameters]:
+    """The parameter dicts of a model's distributed modules, without those that have weights of ``distdl.nn``."""
+    placed = {id(p) for child in module.modules() if isinstance(child, Module) for p in child.parameters()}
     for child in module.modules():
-        held = child._parameters
-        if isinstance(held, Parameters) and not any(id(p) in own for p in held.values()):
-            yield held
+        found = child._parameters
+        if isinstance(found, Parameters) and not any(id(p) in placed for p in found.values()):
+            yield found

@@ -1,4 +1,4 @@
-"""What ``state_dict()`` of a model in shares gives: whole tensors, and what is written into them."""
+"""State dicts of a model with sharded weights: they hold whole tensors, and writes into these reach the shares."""
 
 from __future__ import annotations
 
@@ -19,84 +19,92 @@ _OUTDATED = (
 )
 
 
-def whole_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """In a state_dict stand whole tensors, as in that of the model on one worker."""
-    listed: dict[str, Any] = module._parameters
-    for name, parameter in listed.items():
+def gather_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A hook behind ``state_dict()``: put whole tensors in the places of one module's shares. Collective.
+
+    A parameter with several names is gathered once, and its names share the tensor. With ``keep_vars=True`` the state
+    dict keeps the parameters themselves.
+    """
+    parameters: dict[str, Any] = module._parameters
+    for name, parameter in parameters.items():
         value = state.get(prefix + name)
-        if value is parameter:  # (keep_vars=True asks for these themselves)
+        if type(value) is not GlobalTensor or parameter is None or value is parameter:
             continue
-        if type(value) is GlobalTensor and parameter is not None:
-            ties = [one for one in parameter.__dict__.get("_ties", ()) if one.holds()]
-            tie = next((one for one in ties if type(one) is _HandedOut and one.is_in(state)), None)
-            if tie is None:  # (a parameter under several names comes once, and its names share it)
-                whole = full_tensor(GlobalTensor._of(value._block.detach(), value._layout))
-                tie = _HandedOut(parameter, whole, state)
-                parameter._ties = [*ties, tie]
-            state[prefix + name] = tie.hand_out()
+        ties = [one for one in parameter.__dict__.get("_ties", ()) if one.holds()]
+        tie = next((one for one in ties if type(one) is _StateTie and one.is_of(state)), None)
+        if tie is None:
+            whole = full_tensor(GlobalTensor._of(value._block.detach(), value._layout))
+            tie = _StateTie(parameter, whole, state)
+            parameter._ties = [*ties, tie]
+        state[prefix + name] = tie.hand_out()
 
 
-class _HandedOut:
-    """The tie of a parameter in shares to the whole tensor that a ``state_dict()`` gave: in torch, they are one.
+class _StateTie:
+    """The tie of a sharded parameter to the whole tensor that a ``state_dict()`` gave: in torch, they are one.
 
-    Whoever writes into it (averages of weights do: ``for v in ema.state_dict().values(): v.mul_(0.9)``) writes on every
-    worker, so each has what its share becomes. That happens when the parameter is used next, or the tensor goes.
+    A program that writes into that tensor (``for v in ema.state_dict().values(): v.mul_(0.9)`` averages weights) does
+    so on every worker, so each worker has the new values of its share. They are copied there when the parameter is used
+    next, or when the tensor is freed.
     """
 
     def __init__(self, parameter: torch.Tensor, whole: torch.Tensor, state: dict[str, Any]) -> None:
         self._parameter: weakref.ref[Any] = weakref.ref(parameter)
-        self._state = weakref.ref(state) if isinstance(state, OrderedDict) else None  # (others cannot be referred to)
-        self._values, self._out = whole, 0
-        self._note(parameter)
-        self._why = ""
+        # no weak reference can be made to a plain dict
+        self._state = weakref.ref(state) if isinstance(state, OrderedDict) else None
+        self._whole, self._handed_out = whole, 0
+        self._note_writes(parameter)
+        self._error = ""
 
-    def is_in(self, state: dict[str, Any]) -> bool:
-        """Whether it was made for this dict, which is under way."""
+    def is_of(self, state: dict[str, Any]) -> bool:
+        """Whether the tensor was gathered for this state dict, which is being made."""
         return self._state is not None and self._state() is state
 
     def hand_out(self) -> torch.Tensor:
-        """The tensor for a state_dict; what is written into it is noticed until it goes."""
-        made = self._values.detach()
-        self._out += 1
-        weakref.finalize(made, self._gone).atexit = False
-        return made
+        """An alias of the whole tensor for a state dict. Writes into it are noticed until it is freed."""
+        alias = self._whole.detach()
+        self._handed_out += 1
+        weakref.finalize(alias, self._freed).atexit = False
+        return alias
 
-    def _note(self, parameter: Any) -> None:
-        self._writes, self._block_writes = writes_of(self._values), writes_of(parameter._block)
+    def _note_writes(self, parameter: Any) -> None:
+        self._whole_writes, self._share_writes = writes_of(self._whole), writes_of(parameter._block)
 
     def holds(self) -> bool:
-        return self._out > 0 or bool(self._why)
+        return self._handed_out > 0 or bool(self._error)
 
     def check(self, x: GlobalTensor) -> None:
-        """Bring what has been written into the whole tensor since.
+        """Copy what was written into the whole tensor to this worker's share of the parameter.
 
-        Raises: RuntimeError if the parameter has changed, too, before that.
+        Args:
+            x: the parameter.
+        Raises: RuntimeError if the parameter was written before that.
         """
-        if not self._why and writes_of(self._values) != self._writes:
-            if writes_of(x._block) != self._block_writes:
-                self._why = _OUTDATED
+        if not self._error and writes_of(self._whole) != self._whole_writes:
+            if writes_of(x._block) != self._share_writes:
+                self._error = _OUTDATED
             else:
                 with torch.no_grad():
-                    x._block.copy_(taken(self._values, x._layout) if x._layout.active else x._block.detach())
-                self._note(x)
-        if self._why:
-            raise RuntimeError(self._why)
+                    x._block.copy_(taken(self._whole, x._layout) if x._layout.active else x._block.detach())
+                self._note_writes(x)
+        if self._error:
+            raise RuntimeError(self._error)
 
-    def _gone(self) -> None:
-        self._out -= 1
+    def _freed(self) -> None:
+        self._handed_out -= 1
         parameter = self._parameter()
-        if parameter is None or self._out:
+        if parameter is None or self._handed_out:
             return
         try:
             self.check(parameter)
         except RuntimeError:
-            return  # (which the next use of the parameter raises)
+            return  # the next use of the parameter raises it
         parameter._ties = [one for one in parameter._ties if one is not self]
 
 
 def check_assignment(
     module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
+    """A hook before ``load_state_dict``. Raises: ValueError if it would assign whole tensors in place of shares."""
     if metadata.get("assign_to_params_buffers"):
         raise ValueError(
             "load_state_dict(assign=True) would put whole tensors in the places of this worker's shares, and an "
