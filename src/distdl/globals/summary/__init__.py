@@ -1,4 +1,4 @@
-"""What a model will need: a rehearsal that runs nothing, a table for each module, and the best splits."""
+"""What a distributed model will need, from a rehearsal without memory or messages: ``summary`` and ``suggest``."""
 
 from distdl.globals.summary.summary import suggest, summary
 

@@ -1,7 +1,7 @@
-"""Rehearsal: forward and backward of a distributed model as one worker would see them, without memory or messages.
+"""Rehearsal: the forward and backward of a distributed model on one worker, without memory or messages.
 
-The tensors are meta tensors, which have shapes only, and the communicator sends nothing and takes note of what it would
-have sent. All else is what really runs: the same handlers, operators and autograd nodes.
+The tensors are meta tensors, which have shapes only, and the communicator sends nothing. All else is what really runs:
+the same handlers, operators and autograd nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distdl.transport.communicator import Group, IntArray, Message, Pending
 
 
 class Imagined(Communicator):
-    """The link of one worker to others that are not there: it sends nothing, and what it receives is not written."""
+    """The communicator of a worker without others: it sends nothing, and leaves what it would receive unwritten."""
 
     imagined = True
 
@@ -59,17 +59,22 @@ def rehearse(
     backward: bool,
     **options: Any,
 ) -> Rehearsal:
-    """Run a model as one of many workers.
+    """Run a model as one of many workers, and return what it needs and sends there.
 
     Args:
-        workers: those of the partition, as an array; size: how many there are in the world; me: this one's number.
+        model: any module that is not distributed; a copy of it runs.
+        workers: the array of workers over which it is distributed.
+        size: the number of workers in the world.
+        me: the number of the worker to look at.
         inputs: tensors of the global shapes, of which only shape and dtype are read.
+        backward: whether a backward follows the forward.
         options: of ``distribute``.
+    Raises: what ``distribute`` and the model raise.
     """
     comm = Imagined(me, size)
     P, context = CartesianPartition(comm, workers), Context.of(comm)
     own = distribute(on_meta(model), P, **{"fallback": "silent", **options})
-    context.own(Draws).seed = seed()  # (which inputs bring along where they are split)
+    context.own(Draws).seed = seed()  # elsewhere, distribute_tensor sets it
 
     def split(x: torch.Tensor) -> torch.Tensor:
         if x.dim() < workers.ndim:
@@ -81,9 +86,9 @@ def rehearse(
 
 
 def on_meta(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model whose tensors have no memory. (Nor are its weights copied on the way.)
+    """A copy of a model whose tensors are meta tensors. Its weights are never copied.
 
-    Sparse tensors stay as they are: without memory they would not have as many values.
+    Sparse tensors stay as they are, as a meta tensor does not keep the number of their values.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""What a summary or a suggestion says: values that print as tables."""
+"""The results of ``summary`` and ``suggest``: values that print as tables."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ GRADIENTS = "(gradients of weights)"
 
 @dataclass
 class Row:
-    """One module, as one worker sees it; without the modules in it.
+    """What one module needs and sends on one worker; the modules in it have rows of their own.
 
     Attributes:
         path, kind: where in the model it is, and its class.
-        shape: of its first result in its last call, the global one; None if that is no global tensor.
-        split: over how many workers each dim of the result is split.
-        block: shape of this worker's block of it.
-        activations: bytes of tensors that it is the first to save for backward.
+        shape: the global shape of its first result in its last call; None if that is no global tensor.
+        split: over how many workers each dim of that result is split.
+        block: the shape of this worker's block of that result.
+        activations: bytes that it saves for backward, without those that another module saved before.
         weights: bytes of its parameters and buffers.
-        forward, backward: messages that this worker sends, and the bytes in them.
-        moves: for each torch function for which something is sent in forward, how many bytes.
-        redistributes: functions whose result lies on another grid of workers than their first argument.
-        falls_back: for each torch function that runs on one worker, bytes of the whole tensors that come there.
+        forward, backward: how many messages this worker sends, and their bytes.
+        moves: bytes sent in forward, by torch function.
+        redistributes: torch functions whose result is split otherwise than their first argument, with both grids.
+        falls_back: torch functions that run on one worker, with the bytes of the tensors that are gathered there.
     """
 
     path: str
@@ -41,12 +41,12 @@ class Row:
 
     @property
     def works(self) -> bool:
-        """Whether it has done anything by itself."""
+        """Whether the module needs or sends anything by itself."""
         return bool(self.weights or self.activations or self.moves or self.backward[0] or self.falls_back)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What moves for which function, where a result lies on another grid than its input, and what falls back."""
+        """The last column of the table: functions that fall back, redistribute or send."""
         notes = [f"{name} runs on one worker ({in_bytes(n)}): no op" for name, n in self.falls_back.items()]
         notes += [f"{name} redistributes {grids}" for name, grids in self.redistributes.items()]
         known = {*self.falls_back, *self.redistributes}
@@ -55,10 +55,10 @@ class Row:
 
 @dataclass
 class Rehearsal:
-    """What was noted on one worker.
+    """What a model needs and sends on one worker.
 
     Attributes:
-        rows: the modules, and behind them the sum of the gradients of weights that all workers have.
+        rows: the modules, and behind them the all-reduce of gradients of replicated weights.
         peak: the most bytes of tensors that the worker holds at once: weights, activations, gradients and messages.
     """
 
@@ -75,13 +75,13 @@ _COUNTED = (
 
 @dataclass(frozen=True)
 class Totals:
-    """Of a whole forward and backward on one worker.
+    """What a whole forward and backward needs and sends on one worker.
 
     Attributes:
         peak: the most bytes of tensors that it holds at once: weights and their gradients, activations, messages.
         weights: bytes of parameters and buffers.
         activations: bytes that are saved for backward.
-        forward, backward: messages that it sends, and the bytes in them.
+        forward, backward: how many messages it sends, and their bytes.
     """
 
     peak: int
@@ -113,9 +113,9 @@ class Summary:
     Attributes:
         worker: the number of the worker.
         grid: over how many workers each dim of the input is split.
-        rows: the modules that do anything by themselves, and the sum of the gradients of weights.
-        totals: of this worker.
-        sequential: of the same model on one worker.
+        rows: the modules that need or send anything by themselves, and the all-reduce of gradients.
+        totals: the sums over this worker's modules.
+        sequential: the same for the model on one worker.
     """
 
     worker: int
@@ -126,7 +126,7 @@ class Summary:
 
     @property
     def falls_back(self) -> tuple[Row, ...]:
-        """The modules that call functions that run on one worker."""
+        """The modules with functions that run on one worker."""
         return tuple(row for row in self.rows if row.falls_back)
 
     def __str__(self) -> str:
@@ -167,10 +167,10 @@ class Suggestion:
 
     Attributes:
         grid: over how many workers each dim of the input is split.
-        peak: bytes of tensors that a worker holds at once, on the one of the two that were looked at that holds most.
-        sent: bytes that it sends in a forward and backward, likewise.
+        peak: the most bytes of tensors that a worker holds at once.
+        sent: the most bytes that a worker sends in a forward and backward.
         falls_back: functions that run on one worker.
-        error: why the model cannot be distributed so; empty if it can.
+        error: why the model cannot be split so; empty if it can.
     """
 
     grid: tuple[int, ...]
@@ -204,7 +204,7 @@ def _sent(counted: tuple[int, int]) -> str:
 
 
 def in_bytes(n: int) -> str:
-    """A number of bytes to three digits."""
+    """A number of bytes with three digits and a unit; ``-`` for none."""
     if not n:
         return "-"
     if n < 10000:

@@ -1,4 +1,4 @@
-"""What a model will need and send over a partition, said before anything runs; and which partition suits it best."""
+"""``summary``: what a model will need and send over a partition; ``suggest``: which partition suits it best."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def summary(
     backward: bool = True,
     **options: Any,
 ) -> Summary:
-    """Say what a model will need and send when it is distributed. That needs neither memory nor messages.
+    """Say what a model will need and send when it is distributed, without memory or messages.
 
-    The model's own code runs on meta tensors, through the ops that will really run; so it must not decide on values of
+    The model's own code runs on meta tensors, through the ops that will really run. So it must not depend on values of
     tensors. Any worker may call it by itself, and so may a process that was started alone.
 
     Args:
         model: any torch module; it is not changed. Whether it trains or evaluates counts.
-        P: the partition of its inputs; or the shape of a grid of workers. They are those of :func:`distdl.world`, if it
-            has been opened and has as many; else they need not be there.
-        input_shape: the global shape of its input; or a tensor of that shape and dtype, of which nothing is read; or a
+        P: the partition of its inputs, or the shape of a grid of workers. The workers of a shape are those of
+            :func:`distdl.world` if it has been opened and has as many; else they need not exist.
+        input_shape: the global shape of its input; or a tensor of that shape and dtype, whose values are not read; or a
             list of shapes and tensors, if it takes several.
-        worker: which one to look at; if not given, this one, or the first of P if this one is not in it.
-        dtype: of inputs for which a shape is given; that of the model's parameters if not given.
-        backward: whether a backward follows the forward. (It needs parameters that require gradients.)
+        worker: which worker to look at; by default this one, or the first of P if this one is not in P.
+        dtype: of inputs that are given as shapes; by default that of the model's parameters.
+        backward: whether a backward follows the forward, if parameters require gradients.
         options: those of ``distribute``.
     Returns: a value; print it for a table.
-    Raises: ValueError for a worker that is not there, and for a model that is distributed already or has modules of
+    Raises: ValueError for a worker that does not exist, and for a model that is distributed already or has modules of
         ``distdl.nn``, which exchange messages; what the model raises on tensors of such shapes.
     """
-    _check(model, "summary")
+    _check_model(model, "summary")
     workers, size, me = _workers(P)
     if isinstance(worker, bool) or (worker is not None and not 0 <= worker < size):
         raise ValueError(f"summary needs a worker from 0 to {size - 1}; got {worker}")
@@ -75,18 +75,18 @@ def suggest(
     backward: bool = True,
     **options: Any,
 ) -> Suggestions:
-    """Try every way to split a model's (first) input over a number of workers, without running it.
+    """Try every way to split a model's first input over a number of workers, without running the model.
 
-    Of each grid two workers are looked at: the first, which has the largest block and what runs on one worker, and the
-    one in the middle, which has most neighbours. A dim is not split over more workers than it has cells.
+    Two workers of each grid are rehearsed: the first, which has the largest block and all fallbacks, and the one in the
+    middle, which has most neighbours. A dim is not split over more workers than it has cells.
 
     Args:
-        workers: how many; or a partition or a shape of as many, of which all other shapes are tried, too.
-        others: as of :func:`summary`.
-    Returns: the grids, least memory first; where that is equal, fewest bytes first. Those that cannot be come last.
-    Raises: ValueError if there is no way, and for models that :func:`summary` refuses.
+        workers: their number; or a partition or a shape with that number of workers, whose own shape does not matter.
+        model, input_shape, dtype, backward, options: as in :func:`summary`.
+    Returns: the grids, least memory first; for equal memory, fewest bytes sent first. Grids with an error come last.
+    Raises: ValueError if no grid fits the input, and for models that :func:`summary` refuses.
     """
-    _check(model, "suggest")
+    _check_model(model, "suggest")
     count: Any = workers if judge(int)(workers) else _workers(workers)[0].size
     if count < 1:
         raise ValueError(f"suggest needs at least 1 worker; got {count}")
@@ -95,11 +95,12 @@ def suggest(
     grids = list(_factorisations(count, extents))
     if not grids:
         raise ValueError(f"suggest finds no grid of {count} workers for an input of {shown(extents)}")
-    found = [_tried(model, grid, inputs, backward, options) for grid in grids]
+    found = [_suggestion(model, grid, inputs, backward, options) for grid in grids]
     return Suggestions(sorted(found, key=lambda one: (bool(one.error), one.peak, one.sent, one.grid)))
 
 
-def _check(model: torch.nn.Module, asked: str) -> None:
+def _check_model(model: torch.nn.Module, asked: str) -> None:
+    """Raises: ValueError for a model that is distributed, or that has modules of ``distdl.nn``."""
     for path, child in model.named_modules():
         if isinstance(child._parameters, Parameters):
             raise ValueError(
@@ -115,7 +116,7 @@ def _check(model: torch.nn.Module, asked: str) -> None:
             )
 
 
-def _tried(
+def _suggestion(
     model: torch.nn.Module,
     grid: tuple[int, ...],
     inputs: Sequence[torch.Tensor],
@@ -139,7 +140,10 @@ def _tried(
 
 
 def _workers(P: Any) -> tuple[Any, int, int]:
-    """The workers as an array, how many there are in their world, and the number of this one."""
+    """The array of workers of a partition or of a grid's shape, the size of their world, and this worker's number.
+
+    Raises: ValueError for a shape with an axis of no workers.
+    """
     if not isinstance(P, Partition):
         if min(P, default=0) < 1:
             raise ValueError(f"a grid of workers needs at least 1 along each axis; got {tuple(P)}")
@@ -151,6 +155,7 @@ def _workers(P: Any) -> tuple[Any, int, int]:
 
 
 def _inputs(model: torch.nn.Module, given: Any, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """The ``input_shape`` of a call as tensors. Raises: ValueError if it is no shape, tensor, or list of these."""
     listed = [given] if isinstance(given, torch.Tensor) or judge(Sequence[int])(given) else given
     if not judge(Sequence[torch.Tensor | Sequence[Count]])(listed):
         raise ValueError(f"input_shape needs whole numbers, at least 0, or tensors; got {given!r}")
@@ -163,6 +168,6 @@ def _inputs(model: torch.nn.Module, given: Any, dtype: torch.dtype | None) -> li
 
 
 def _factorisations(n: int, most: Shape) -> Iterator[tuple[int, ...]]:
-    """The grids of n workers with at most so many along each axis."""
+    """The shapes of all grids of n workers, with at most as many along each axis as ``most`` says."""
     divisors = [[k for k in range(1, min(n, extent) + 1) if n % k == 0] for extent in most]
     return (grid for grid in product(*divisors) if prod(grid) == n)

@@ -14,8 +14,8 @@ from torch.utils import swap_tensors
 
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.moving.writes_into_plain import why_not
-from distdl.globals.rules.fallback import Fallbacks
 from distdl.globals.summary.results import GRADIENTS, Rehearsal, Row
+from distdl.globals.rules.fallback import Fallbacks
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import name_of, writes
@@ -30,38 +30,44 @@ _VALUES = (
     "called on meta tensors", "correct data-independent implementation does not exist", "out of meta tensor",
     "attempted to run this operator with Meta tensors", "unsupported format string passed to",
 )  # fmt: skip
-"""What torch says where meta tensors are asked for values."""
+"""Texts of torch's errors about meta tensors that are asked for values."""
 
 
 class Watch(TorchFunctionMode):
-    """Takes note of what a model does: which function of which module, what is saved, and what is sent."""
+    """Runs a model on meta tensors, and notes which function of which module saves what for backward, and sends what.
+
+    Args:
+        model: a distributed model on meta tensors.
+        comm: its communicator, which sends nothing.
+    """
 
     def __init__(self, model: torch.nn.Module, comm: Communicator) -> None:
         super().__init__()
         self._model, self._comm = model, comm
         self._rows: dict[str, Row] = {}
-        self._functions: list[str] = []
-        self._marks: list[tuple[int, str]] = [(-1, GRADIENTS)]  # from which number on nodes belong to which path
-        own = (part for one in (*model.parameters(), *model.buffers()) for part in _parts(one))
-        self._weights = {one.untyped_storage()._cdata for one in own}
+        self._functions: list[str] = []  # the torch functions that run, one inside another
+        self._marks: list[tuple[int, str]] = [(-1, GRADIENTS)]  # autograd nodes from a number on are of a path's module
+        self._weights = {one.untyped_storage()._cdata for one in _stored(model)}
         self._saved: dict[int, StorageWeakRef] = {}
         self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
 
     def run(self, inputs: Sequence[torch.Tensor], backward: bool) -> Rehearsal:
-        """Forward and, if asked for, backward, from gradients of ones."""
+        """Run the forward and, if asked for and if parameters require gradients, the backward, from ones.
+
+        Raises: RuntimeError if the forward asks for values of tensors; else what the model raises.
+        """
         for path, module in self._model.named_modules():
-            module.register_forward_hook(self._returns(path))
+            module.register_forward_hook(self._result_hook(path))
         blocks = [one._block if type(one) is GlobalTensor else one for one in inputs]
         self._comm.recorder = Recording(self._comm, ended=self._note_call)
         gradients = backward and any(one.requires_grad for one in self._model.parameters())
         with Footprint(meta=True) as footprint, torch.set_grad_enabled(gradients):
-            held = (*self._model.parameters(), *self._model.buffers())
-            footprint.count(*(part for one in held for part in _parts(one)), *blocks)
-            with torch.autograd.graph.saved_tensors_hooks(_Saving(self._save), lambda saved: saved):
+            footprint.count(*_stored(self._model), *blocks)
+            with torch.autograd.graph.saved_tensors_hooks(_CountSaved(self._save), lambda saved: saved):
                 y = self._forward(inputs)
             if gradients:
                 self._backward(y)
-        self._weigh()
+        self._note_weights()
         order = [path for path in (*self._kinds, GRADIENTS) if path in self._rows]
         return Rehearsal([self._rows[path] for path in order], footprint.peak)
 
@@ -89,19 +95,19 @@ class Watch(TorchFunctionMode):
         seeds = [torch.ones_like(end) for end in ends]
         torch.autograd.backward(ends, seeds)
 
-    # -- what is noted
-
     def _row(self, path: str) -> Row:
         found = self._rows.get(path)
         if found is None:
             found = self._rows[path] = Row(path, self._kinds.get(path, ""))
         return found
 
-    def _returns(self, path: str) -> Callable[..., None]:
+    def _result_hook(self, path: str) -> Callable[..., None]:
+        """A forward hook that notes the shape and the split of the first result of a module."""
+
         def note(module: torch.nn.Module, inputs: Any, result: Any) -> None:
             row = self._row(path)
             row.shape = row.split = row.block = None
-            first = next((one for one in tensors_in(result) if type(one) is GlobalTensor), None)
+            first = _first_global(tensors_in(result))
             if first is not None:
                 row.shape, row.split, row.block = tuple(first.shape), _grid(first._layout), tuple(first._layout.local)
 
@@ -115,11 +121,11 @@ class Watch(TorchFunctionMode):
         if name == "__get__":
             return func(*args, **kwargs)
         found = tensors_in((args, kwargs))
-        first = next((one for one in found if type(one) is GlobalTensor), None)
-        if any(one.is_meta for one in found):  # a table that the model made on the way
+        first = _first_global(found)
+        if any(one.is_meta for one in found):  # beside them may stand tables that the model made on the way
             if writes(func, kwargs) and type(args[0]) is torch.Tensor:
-                _lose_memory(args[0])
-            args, kwargs = map_tensors((args, kwargs), _on_meta if first is None else _on_meta_if_dense)
+                _become_meta(args[0])
+            args, kwargs = map_tensors((args, kwargs), _as_meta if first is None else _dense_as_meta)
         if first is not None and current_path() != self._marks[-1][1]:
             self._marks.append((next_node(), current_path()))
         self._functions.append(name)
@@ -129,26 +135,27 @@ class Watch(TorchFunctionMode):
             self._functions.pop()
         for one in tensors_in(y):
             if type(one) is torch.Tensor and not one.is_meta and all(one is not other for other in found):
-                setattr(one, _MADE, True)
+                setattr(one, _MADE_HERE, True)
         if first is not None:
             self._note_function(name, first, y)
         return y
 
     def _note_function(self, name: str, x: GlobalTensor, y: Any) -> None:
+        """Note whether a function of x has run on one worker, or whether its result y is split over another grid."""
         row, fallbacks = self._row(current_path()), x._context.own(Fallbacks)
         for one in fallbacks.values():
             row.falls_back[one.function] += one.nbytes
         if fallbacks:
-            fallbacks.clear()  # (another call at the same place is another one)
+            fallbacks.clear()  # so that the next call from the same line counts, too
             return
-        results = y if isinstance(y, (tuple, list)) else [y]
-        other = next((one for one in results if type(one) is GlobalTensor), None)
+        other = _first_global(y if isinstance(y, (tuple, list)) else [y])
         if name in row.moves and other is not None:
             grids = [_grid(one._layout) for one in (x, other)]
             if [n for n in grids[0] if n > 1] != [n for n in grids[1] if n > 1]:
                 row.redistributes[name] = f"{_show(grids[0])} -> {_show(grids[1])}"
 
     def _note_call(self, call: Call) -> None:
+        """Note the messages of a call of the communicator: in backward, for the module of the node that runs."""
         messages, nbytes = len(call.sends), sum(nbytes for _, nbytes in call.sends)
         if not messages:
             return
@@ -163,6 +170,7 @@ class Watch(TorchFunctionMode):
             row.backward = row.backward[0] + messages, row.backward[1] + nbytes
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The hook that packs what is saved for backward: it counts all memory once, but that of weights."""
         storage = (tensor._block if type(tensor) is GlobalTensor else tensor).untyped_storage()
         known = self._saved.get(storage._cdata)
         if storage._cdata not in self._weights and (known is None or known.expired()):
@@ -170,20 +178,20 @@ class Watch(TorchFunctionMode):
             self._saved[storage._cdata] = StorageWeakRef(storage)
         return tensor.detach()
 
-    def _weigh(self) -> None:
+    def _note_weights(self) -> None:
         seen: set[int] = set()
         for path, module in self._model.named_modules():
             for own in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if id(own) not in seen:
                     seen.add(id(own))
-                    self._row(path).weights += sum(one.nbytes for one in _parts(own))
+                    self._row(path).weights += sum(one.nbytes for one in _local_parts(own))
 
 
-class _Saving:
-    """A hook that only counts what is saved. It is none of a checkpoint.
+class _CountSaved:
+    """A hook that only counts what is saved for backward, so that nothing is taken for a checkpoint.
 
     Attributes:
-        counts: for what other hooks keep in its place (see ``distdl.ops.keeping``).
+        counts: called by other hooks of ours for the tensors that they keep in its place.
     """
 
     def __init__(self, counts: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -194,37 +202,41 @@ class _Saving:
         return self.counts(tensor)
 
 
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What this worker has of a parameter or buffer, as dense tensors: of one in shares, its block."""
+def _first_global(values: Sequence[Any]) -> GlobalTensor | None:
+    return next((one for one in values if type(one) is GlobalTensor), None)
+
+
+def _local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What this worker stores of a parameter or buffer, as dense tensors: of a sharded one, its share."""
     return parts_of(tensor._block if type(tensor) is GlobalTensor else tensor)
 
 
-_MADE = "_made_in_rehearsal"
+def _stored(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [part for one in (*model.parameters(), *model.buffers()) for part in _local_parts(one)]
 
 
-def _lose_memory(table: torch.Tensor) -> None:
-    """Let a tensor be on the device "meta" under all of its names, so that what is written into it is not lost.
+_MADE_HERE = "_made_in_rehearsal"
 
-    What was there before the rehearsal, is a view of a tensor that others have, or has a node that refers to it, stays
-    what it is: then what is written goes into a copy.
+
+def _become_meta(table: torch.Tensor) -> None:
+    """Make a tensor that is about to be written a meta tensor under all of its names, so that the write is not lost.
+
+    A tensor stays as it is, and the write goes into a copy, if it was not made in the rehearsal, if it is a view of a
+    tensor that has other names, or if an autograd node refers to it.
     """
-    if (
-        table.is_meta
-        or not hasattr(table, _MADE)
-        or table.layout is not torch.strided
-        or (table._is_view() and why_not(table))
-    ):
+    shared = table._is_view() and why_not(table)
+    if table.is_meta or not hasattr(table, _MADE_HERE) or table.layout is not torch.strided or shared:
         return
     with suppress(RuntimeError), torch._C.DisableTorchFunctionSubclass():
         swap_tensors(table, table.to("meta"))
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta else without_memory(tensor)
 
 
-def _on_meta_if_dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.layout is not torch.strided and type(tensor) is not GlobalTensor else _on_meta(tensor)
+def _dense_as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.layout is not torch.strided and type(tensor) is not GlobalTensor else _as_meta(tensor)
 
 
 def _grid(layout: KnownLayout) -> tuple[int, ...]:
