@@ -1,8 +1,8 @@
-"""What a function has captured that torch calls for each element: weights, tables, tensors that are split.
+"""Captured tensors of functions that torch calls for each element, as a ``score_mod`` of attention.
 
-Such a function (a ``score_mod`` of attention) runs inside of ``vmap``, on the elements of this worker's block, and may
-read any cell of what it has captured. So each captured tensor comes whole to every worker, once, where the function
-first uses it, and its gradient is the sum over all workers.
+Such a function runs inside of ``vmap``, on the elements of this worker's block, and may read any cell of a weight, a
+table or a global tensor that it has captured. So each captured tensor is gathered on every worker, once, where the
+function first uses it, and its gradient is the sum over all workers.
 """
 
 from __future__ import annotations
@@ -33,34 +33,37 @@ from distdl.tensors.function import TransformError
 from distdl.tensors.levels import beneath, is_batched, mapping
 from distdl.tensors.memory import without_memory
 
-# (ours would take one element after another where a function cannot be mapped: of each block, as many as it has)
-_vmap = composite(apis.vmap, vmap_impl=composite(vmapping.vmap_impl, _flat_vmap=torchs_flat_vmap))
-# (places of samples, heads, queries and keys; as in torch's own, the last of them is mapped first)
+# torch's vmap, as ours might call the function for one element after another, a different number on each worker
+_torchs_vmap = composite(apis.vmap, vmap_impl=composite(vmapping.vmap_impl, _flat_vmap=torchs_flat_vmap))
+# the in_dims of places of samples, heads, queries and keys, of which the last is mapped first, as in torch
 _PLACES = (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)
 
 
 class Captured(TorchFunctionMode):
-    """In which functions of torch get plain tensors in the place of captured ones.
+    """A mode in which torch's functions get gathered tensors in the place of captured ones.
 
     Args:
-        name: of what the function is given to, for errors.
-        context: that of the inputs; None if they are in no world.
-        curved: whether captured tensors have gradients.
-        imagined: whether the elements have no memory, as in a rehearsal: then nothing captured has, either.
+        name: of the function of torch, for errors.
+        context: of the inputs; None if no input is global.
+        trained: whether captured tensors get gradients.
+        imagined: whether the elements are meta tensors, as in a rehearsal: then captured tensors become meta tensors.
     """
 
-    def __init__(self, name: str, context: Context | None = None, curved: bool = False, imagined: bool = False) -> None:
-        self._name, self._context, self._curved, self._imagined = name, context, curved, imagined
-        self._grads = curved and torch.is_grad_enabled()  # (the function may use some without them first)
-        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the captured tensor, so that it stays
-        self._made: dict[int, torch.Tensor] = {}  # what the function has computed itself, of captured ones alone
-        self._memories: set[int] = set()  # where the plain tensors lie
+    def __init__(
+        self, name: str, context: Context | None = None, trained: bool = False, imagined: bool = False
+    ) -> None:
+        self._name, self._context, self._trained, self._imagined = name, context, trained, imagined
+        self._grads = trained and torch.is_grad_enabled()  # now, as the function may first use one without gradients
+        # by the id of a captured tensor: itself, so that it stays alive, and the gathered tensor
+        self._gathered: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._computed: dict[int, torch.Tensor] = {}  # what the function has computed from captured tensors alone
+        self._memories: set[int] = set()  # of the gathered tensors
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given, named = map_tensors((args, kwargs or {}), self._own)
-        called = _item if func is torch.Tensor.__getitem__ else func
+        given, named = map_tensors((args, kwargs or {}), self._replaced)
+        called = _getitem if func is torch.Tensor.__getitem__ else func
         y, is_written = watched(called, given, named, self._memories)
         if is_written:
             raise RuntimeError(
@@ -69,58 +72,61 @@ class Captured(TorchFunctionMode):
             )
         for one in tensors_in(y):
             if one.requires_grad and not is_batched(one):
-                self._made[id(one)] = one
+                self._computed[id(one)] = one
         return y
 
-    def _own(self, x: torch.Tensor) -> torch.Tensor:
-        found = self._known.get(id(x))
+    def _replaced(self, x: torch.Tensor) -> torch.Tensor:
+        """The gathered tensor for a captured one: global, a replica, or plain with a gradient. Others as they are.
+
+        Raises: ValueError for a captured tensor of another world than the inputs.
+        """
+        found = self._gathered.get(id(x))
         if found is not None:
             return found[1]
         if isinstance(x, (GlobalTensor, Replica)):
-            split = True
-            self._check_world(x._context)
+            own, other = self._context, x._context
+            if own is not None and other is not own and not own.comm.imagined:
+                raise other_world(self._name, own, other)
+            is_captured = True
         else:
             if is_batched(x):
                 return x
-            split = self._curved and x.requires_grad and torch.is_grad_enabled() and id(x) not in self._made
-        own = self._entered(x) if split else x
-        if self._imagined and not own.is_meta:
-            own = without_memory(own)
-        if split or own is not x:
-            self._known[id(x)] = x, own
-            self._memories.add(memory_of(own))
-        return own
+            is_captured = self._trained and x.requires_grad and torch.is_grad_enabled() and id(x) not in self._computed
+        plain = self._gather(x) if is_captured else x
+        if self._imagined and not plain.is_meta:
+            plain = without_memory(plain)
+        if is_captured or plain is not x:
+            self._gathered[id(x)] = x, plain
+            self._memories.add(memory_of(plain))
+        return plain
 
-    def _check_world(self, other: Context) -> None:
-        """Raises: ValueError for another world than that of the inputs."""
-        own = self._context
-        if own is not None and other is not own and not own.comm.imagined:
-            raise other_world(self._name, own, other)
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """A captured tensor whole on this worker, with a gradient that adds up over all workers.
 
-    def _entered(self, x: torch.Tensor) -> torch.Tensor:
-        # (messages are sent outside of vmap, and by code that takes no scalar for an index)
+        It is made beneath the levels of vmap, as it may send messages, and without this mode.
+        """
         with torch._C.DisableTorchFunction(), beneath(), torch.set_grad_enabled(self._grads):
             if type(x) is Replica:
                 return plain_of(x)
             if type(x) is not GlobalTensor:
-                assert self._context is not None  # (as for all that has gradients)
+                assert self._context is not None  # only inputs in a world give captured tensors gradients
                 return entered(x, self._context)
             layout, block = x._layout, block_of(x)
             owned = layout if layout.rulers else layout.lifted(1)
             everywhere = layout.context.everywhere(layout.extents or (1,))
-            block = (block if self._curved else block.detach()).reshape(owned.local)
-            own = moved_block(block, owned, everywhere, self._name).view(layout.extents)
-            node: Any = own.grad_fn
-            if node is not None:  # (what the function keeps of it for another call must not enter there)
+            block = (block if self._trained else block.detach()).reshape(owned.local)
+            gathered = moved_block(block, owned, everywhere, self._name).view(layout.extents)
+            node: Any = gathered.grad_fn
+            if node is not None:  # the function may keep a result for another call, where it must not enter again
                 node.metadata[COPIES] = True
-            return own
+            return gathered
 
     def check(self, y: torch.Tensor, *inputs: torch.Tensor) -> None:
-        """Check that what has been computed follows from inputs and from captured tensors that have come here.
+        """Check that y depends only on the inputs and on tensors that were gathered here.
 
-        Raises: RuntimeError, on every worker, if it follows from others: their gradients would not be added up.
+        Raises: RuntimeError, on every worker, if it depends on others: their gradients would not be added up.
         """
-        ends = [*inputs, *(own for _, own in self._known.values())]
+        ends = [*inputs, *(gathered for _, gathered in self._gathered.values())]
         if y.requires_grad and leads_beyond(y, ends=[one for one in ends if one.requires_grad]):
             raise RuntimeError(
                 f"{self._name} of global tensors needs functions of scores that use captured tensors where we see it; "
@@ -129,8 +135,8 @@ class Captured(TorchFunctionMode):
             )
 
 
-def _item(x: torch.Tensor, index: Any) -> torch.Tensor:
-    """x[index], without a look at the values of scalars, which differ from element to element."""
+def _getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
+    """``x[index]`` that reads no value of a scalar index, as that differs from element to element inside of vmap."""
     each = tree_leaves(index)
     if not each or not all(isinstance(one, (torch.Tensor, int)) for one in each):
         return x[index]
@@ -141,10 +147,12 @@ def _item(x: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def mapped(function: Callable[..., Any], captured: Captured, prefix: tuple[int, ...] = ()) -> Callable[..., Any]:
-    """A function of all elements, of what stands in front of their places and of these; given that of one element.
+    """A function of one element as a function of all elements: of scores, if any, and of their four places.
 
     Args:
-        prefix: as torch has it: (0,) for scores in front of the places.
+        captured: the mode in which the function runs.
+        prefix: the in_dims in front of those of the places, as in torch: (0,) for scores.
+    Returns: a function that raises RuntimeError if the given one sends messages for each element.
     """
 
     @wraps(function)
@@ -153,11 +161,11 @@ def mapped(function: Callable[..., Any], captured: Captured, prefix: tuple[int, 
             return function(*args)
 
     def of_all(*args: Any) -> Any:
-        of_some = run
+        of_more = run
         for dims in _PLACES:
-            of_some = _vmap(of_some, in_dims=prefix + dims)
+            of_more = _torchs_vmap(of_more, in_dims=prefix + dims)
         try:
-            return of_some(*args)
+            return of_more(*args)
         except TransformError:
             raise RuntimeError(_REFUSED) from None
 
@@ -172,10 +180,12 @@ _REFUSED = (
 
 
 class _Found(Exception):
-    """A tensor that is split, or follows from weights."""
+    """Raised where a function of torch gets a global tensor or a replica."""
 
 
 class _Finding(TorchFunctionMode):
+    """A mode that raises :class:`_Found`."""
+
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -185,12 +195,18 @@ class _Finding(TorchFunctionMode):
 
 
 def captures_split(function: Callable[..., Any], *element: torch.Tensor) -> bool:
-    """Whether a function uses captured tensors that are split, or weights of a distributed model, for an element."""
+    """Whether a function of one element uses captured global tensors, or weights of a distributed model.
+
+    An error of the function counts as no; it comes again where all elements are computed.
+
+    Args:
+        element: an element with which the function is tried.
+    """
     try:
         with _Finding():
             function(*element)
     except _Found:
         return True
-    except Exception:  # (which comes again where all elements are computed)
+    except Exception:
         return False
     return False

@@ -1,8 +1,8 @@
-"""Control flow by torch's functions, of what is split over workers: ``torch.cond``, ``while_loop``, ``scan``, ``map``.
+"""Control flow by torch's functions on global tensors: ``torch.cond``, ``while_loop``, ``scan``, ``map``.
 
-torch compiles the functions that these are given. Those of global tensors cannot be compiled, as workers exchange
-messages in them, so they are called, as Python would: one branch, or the body again and again. A condition has one
-value on every worker, so all of them take the same way. Derivatives are those of what has been called.
+torch compiles the functions that these are given. Functions of global tensors cannot be compiled, as workers exchange
+messages in them. So they are called as Python would call them: one branch, or the body again and again. A condition
+has the same value on every worker, so all workers take the same way. Derivatives are those of the calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], 
 
 
 def _while_loop(cond_fn: Any, body_fn: Any, carried: Sequence[Any], additional: Sequence[Any]) -> Any:
-    """torch's ``while_loop``, whose functions take the leaves of what is carried on, and give it in its structure."""
+    """``while_loop``: the functions take the carried tensors as a flat list, and the body returns their structure.
+
+    Raises: RuntimeError if the condition is no bool, or if the body returns other shapes or dtypes than it was given.
+    """
     found, _ = pytree.tree_unflatten([*carried, *additional], getclosurevars(body_fn).nonlocals["in_spec"])
     first = carried = [one.clone() if isinstance(one, torch.Tensor) else one for one in carried]
     while _is_true(cond_fn(*carried, *additional)):
@@ -69,13 +72,13 @@ def _associative_scan(combine_fn: Callable[..., Any], xs: Sequence[Any], additio
 
 
 def _check_carried(name: str, function: str, first: Sequence[Any], now: Sequence[Any]) -> None:
-    """Raises: RuntimeError unless what is carried on is what was given, but for its numbers."""
-    one, other = [
+    """Raises: RuntimeError if carried values have other shapes, dtypes or types now than at first."""
+    given, returned = [
         [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in xs] for xs in (first, now)
     ]
-    if one != other:
+    if given != returned:
         raise RuntimeError(
-            f"{function} of torch's {name} needs to return what it is given to carry on; got {other} for {one}"
+            f"{function} of torch's {name} needs to return what it is given to carry on; got {returned} for {given}"
         )
 
 
@@ -85,7 +88,7 @@ _EAGER: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-# by what the compiler says where a function that it is given knows what is split
+# what errors of the compiler contain if a function that it compiles uses a global tensor
 _SPLIT = REASON, GlobalTensor.__name__, Replica.__name__
 
 

@@ -1,7 +1,7 @@
 """``torch.func.linearize`` of functions of global tensors.
 
-torch traces the function, and asks no tensor: what is split cannot be traced. It may have been imported by its name
-before distdl. So it stays the function that it is, and gets other code.
+torch traces the function, without asking tensors of other types; global tensors cannot be traced. A program may have
+imported ``linearize`` by its name before distdl, so it stays the same object and gets other code.
 """
 
 # mypy: disable-error-code="name-defined"
@@ -25,9 +25,9 @@ from distdl.workers.worlds import launched
 
 
 def _linear(function: Any, adjoint: Any, *inputs: torch.Tensor) -> Any:
-    """Apply a linear function.
+    """Apply a linear function of tensors, with its adjoint as the backward.
 
-    Raises: TransformError inside of torch's transforms, which then take one sample after another.
+    Raises: TransformError inside of torch's transforms, so that these call it for one sample after another.
     """
     if torch._C._are_functorch_transforms_active():
         raise TransformError
@@ -35,7 +35,7 @@ def _linear(function: Any, adjoint: Any, *inputs: torch.Tensor) -> Any:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear function, whose backward is its adjoint."""
+    """A linear function as an autograd function; its backward is its adjoint, which is linear, too."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, adjoint: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -49,21 +49,24 @@ class _Linear(torch.autograd.Function):
 
 
 def _linearize(func: Callable[..., Any], *primals: Any) -> Any:
-    """The derivative at a point is the adjoint of  dy -> dx,  which is linear. Both keep what the function computed."""
+    """``linearize``: the derivative at the primals is the adjoint of the linear function  dy -> dx  of a backward.
+
+    The derivative and its adjoint keep the graph of the function. Without global tensors it is torch's own linearize.
+    """
     if not worlds.count or torch.compiler.is_dynamo_compiling():
         return _torchs_linearize(func, *primals)
-    first = [func(*primals)]  # (which torch computes first, too)
+    first = [func(*primals)]  # torch computes it first, too, and takes this result
 
     def again(*args: Any) -> Any:
         return first.pop() if first else func(*args)
 
     if not is_split((primals, first)):
-        if launched() != "threads":  # (torch counts its levels for all threads together)
+        if launched() != "threads":  # torch's count of its levels is shared by all threads
             return _torchs_linearize(again, *primals)
         if torch._C._are_functorch_transforms_active():
             raise TransformError
     given, made = (pytree.tree_structure(one) for one in (primals, first[0]))
-    with torch.no_grad():  # (of what does not follow from what is outside)
+    with torch.no_grad():  # the derivative is constant in the tensors outside
         y, pull_back = _vjp(func, *primals)
         _, push_forward = _vjp(pull_back, pytree.tree_map(torch.zeros_like, y))
 

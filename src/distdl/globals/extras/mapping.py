@@ -1,7 +1,7 @@
-"""``torch.vmap`` of functions of what is split over workers.
+"""``torch.vmap`` of functions of global tensors.
 
-Samples are taken one by one, and their results stacked. Where samples lie whole on workers, torch's own vmap maps the
-blocks, without a message. (See ``extras.transforms`` for how transforms come here.)
+Where each worker has its samples whole, torch's own vmap maps the blocks, without a message. Else the function is
+called for one sample after another, and the results are stacked.
 """
 
 from __future__ import annotations
@@ -34,19 +34,25 @@ from distdl.tensors.draws import Draws
 from distdl.tensors.function import TransformError
 from distdl.transport.callsite import current_place, users_call
 
-_MANY = 256  # calls beyond which samples that are taken one by one are told
-_MOST = 4096  # samples of plain tensors that a model takes one by one: of a mask there may be millions
+_MANY = 256  # with more calls than that, a warning tells that samples are taken one by one
+_MOST = 4096  # with more calls than that, a model refuses plain samples: a mask may have millions
 
 torchs_flat_vmap = original_of(vmapping._flat_vmap)
 
 
-class _Here(threading.local):
+class _Calls(threading.local):
+    """What a worker's thread knows of samples that are taken one by one.
+
+    Attributes:
+        count: how often the function that runs is called, by all vmaps around it.
+        warned: the lines that have been warned of many calls.
+    """
+
     def __init__(self) -> None:
-        self.calls = 1  # how often the function that runs here is called, by all vmaps around it
-        self.told: set[tuple[str, int]] = set()  # which lines have been told that they make many calls
+        self.count, self.warned = 1, set[tuple[str, int]]()
 
 
-_here = _Here()
+_calls = _Calls()
 
 
 def _vmap(
@@ -59,7 +65,10 @@ def _vmap(
     randomness: str,
     **kwargs: Any,
 ) -> Any:
-    """torch's ``_flat_vmap``, which is called for each chunk of samples when all has been checked."""
+    """torch's ``_flat_vmap``, which maps one chunk of samples. torch's ``vmap`` has checked the arguments before.
+
+    Without global tensors it is torch's own, unless the function itself meets global tensors.
+    """
     torchs = partial(torchs_flat_vmap, func, batch_size, flat_in_dims, flat_args, args_spec, out_dims, randomness)
     if torch.compiler.is_dynamo_compiling():
         return torchs(**kwargs)
@@ -76,21 +85,32 @@ def _vmap(
             y = samples.on_blocks()
         except TransformError:
             y = samples.one_by_one()
-    return composite(vmapping._unwrap_batched, _maybe_remove_batch_dim=_moved)(y, out_dims, 0, batch_size, func)
+    return composite(vmapping._unwrap_batched, _maybe_remove_batch_dim=_samples_to)(y, out_dims, 0, batch_size, func)
 
 
-def _moved(name: str, y: torch.Tensor, level: int, count: int, out_dim: int | None) -> torch.Tensor:
-    """A result of which all samples are there, in dim 0, with these in another dim; or the same one for all."""
+def _samples_to(name: str, y: torch.Tensor, level: int, count: int, out_dim: int | None) -> torch.Tensor:
+    """A result with its samples in ``out_dim``, given it with all samples in dim 0; the first sample if that is None.
+
+    Raises: what torch raises for a result that is no tensor.
+    """
     if out_dim is None:
         return y[0]
     if not isinstance(y, torch.Tensor):
-        return vmapping._maybe_remove_batch_dim(name, y[0], level, count, out_dim)  # (raises)
+        return vmapping._maybe_remove_batch_dim(name, y[0], level, count, out_dim)
     return y.movedim(0, out_dim)
 
 
 @dataclass(frozen=True)
 class _Samples:
-    """A function of samples, which stand in a dim of some of its arguments."""
+    """A function, and its arguments, some of which have samples along one dim.
+
+    Attributes:
+        count: the number of samples.
+        in_dims: for each flat argument, the dim of its samples; None if it has none.
+        args: the flat arguments; ``spec`` is their structure.
+        randomness: as of ``torch.vmap``.
+        kwargs: keyword arguments, which have no samples.
+    """
 
     func: Callable[..., Any]
     count: int
@@ -101,27 +121,27 @@ class _Samples:
     kwargs: dict[str, Any]
 
     def one_by_one(self, most: int = 0) -> Any:
-        """The results, each with its samples in dim 0.
+        """Call the function for one sample after another. Returns: its results, each with all samples in dim 0.
 
         Args:
-            most: how many calls there may be, with those of other vmaps around this one; 0 for any number.
-        Raises: ValueError; TransformError if there are more.
+            most: the most calls, counted with those of vmaps around this one; 0 for any number.
+        Raises: TransformError if there would be more calls; ValueError if the results differ in structure.
         """
         if not self.count:
             return self._without_samples()
-        around, _here.calls = _here.calls, _here.calls * self.count
+        around, _calls.count = _calls.count, _calls.count * self.count
         try:
-            if 0 < most < _here.calls:
+            if 0 < most < _calls.count:
                 raise TransformError
-            if _here.calls > _MANY:
-                _tell(self.func, _here.calls)
+            if _calls.count > _MANY:
+                _warn_of_calls(self.func, _calls.count)
             draws = self._draws() if self.randomness == "same" else nullcontext
             each = []
             for number in range(self.count):
                 with draws():
                     each.append(pytree.tree_flatten(self._call(number)))
         finally:
-            _here.calls = around
+            _calls.count = around
         for _, spec in each:
             if spec != each[0][1]:
                 raise ValueError(f"vmap needs results of one structure; got {each[0][1]} and {spec}")
@@ -129,18 +149,21 @@ class _Samples:
         return pytree.tree_unflatten(stacked, each[0][1])
 
     def _without_samples(self) -> Any:
-        """No results, in the shapes and dtypes of what the function makes of a sample of zeros."""
+        """The results for no samples: empty, in the shapes and dtypes of the results for a sample of zeros."""
 
         def with_zeros(x: torch.Tensor, d: int) -> torch.Tensor:
             zeros = x.new_zeros([1 if place == d % x.dim() else size for place, size in enumerate(x.shape)])
-            return torch.cat([x, zeros], d)  # (in the graph of x)
+            return torch.cat([x, zeros], d)  # by cat, so that results are in the graph of x
 
         args = [x if d is None else with_zeros(x, d) for x, d in zip(self.args, self.in_dims, strict=True)]
         return map_tensors(replace(self, count=1, args=args).one_by_one(), lambda y: y[:0])
 
     def _draws(self) -> Callable[[], AbstractContextManager[None]]:
-        """In which each sample draws the same as the others: what is split, by the draws that come next."""
-        first = self._call(0)  # (there may be nothing split among the arguments)
+        """Contexts in which each sample draws the same numbers: those that the world of global tensors draws next.
+
+        If the arguments are plain, the function is called once more, to find global tensors in its result.
+        """
+        first = self._call(0)
         known: list[Any] = tensors_in((self.args, self.kwargs, first))
         found = [one._context.own(Draws) for one in known if type(one) in (GlobalTensor, Replica)]
         return partial(found[0].again, found[0].seed, found[0].counted()) if found else nullcontext
@@ -150,45 +173,49 @@ class _Samples:
         return self.func(*pytree.tree_unflatten(given, self.spec), **self.kwargs)
 
     def on_blocks(self) -> Any:
-        """The same, of samples that lie whole on workers. Nothing moves.
+        """Map this worker's samples by torch's vmap, without a message. Returns: the results, with samples in dim 0.
 
-        Raises: TransformError if they do not, or if the function knows other tensors that are split or have a gradient.
+        Raises: TransformError if a worker does not have its samples whole; if hooks for saved tensors are set, which
+            torch's ``grad`` refuses; or if results depend on other tensors with gradients than the arguments.
         """
-        layout = self._layout()
-        if saved_tensors_hooks() is not None:  # (torch's grad takes none around it)
+        layout = self._samples_layout()
+        if saved_tensors_hooks() is not None:
             raise TransformError
         context = layout.context
         start, stop = layout.box[0]
 
-        def own(x: Any, dim: int | None = None) -> Any:
+        def local(x: Any, dim: int | None = None) -> Any:
             if not isinstance(x, torch.Tensor) or type(x) is GlobalTensor:
                 return block_of(x) if type(x) is GlobalTensor else x
             x = entered(x, context)
             return x if dim is None else x.narrow(dim, start, stop - start)
 
-        given = [own(x, dim) for x, dim in zip(self.args, self.in_dims, strict=True)]
-        named = map_tensors(self.kwargs, own)
-        inputs = tensors_in((given, named))
+        given = [local(x, dim) for x, dim in zip(self.args, self.in_dims, strict=True)]
+        named = map_tensors(self.kwargs, local)
+        trained = [one for one in tensors_in((given, named)) if one.requires_grad]
         vmap_of_any = composite(torchs_flat_vmap, _unwrap_batched=_UNWRAP_ANY)
         with on_blocks():
             y = vmap_of_any(self.func, stop - start, self.in_dims, given, self.spec, 0, self.randomness, **named)
         flat, spec = pytree.tree_flatten(y)
-        curved = [one for one in inputs if one.requires_grad]
         results: list[Any] = []
         for found in flat:
-            if isinstance(found, _Each):
+            if isinstance(found, _PerSample):
                 results.append(found)
                 continue
             block = plain_of(found)
-            if block.requires_grad and leads_beyond(block, ends=curved):
+            if block.requires_grad and leads_beyond(block, ends=trained):
                 raise TransformError
             rest = [((0, extent),) for extent in block.shape[1:]]
             workers = layout.partition.workers.reshape(-1, *[1] * len(rest))
             results.append(GlobalTensor._of(block, context.layout(workers, [layout.intervals[0], *rest])))
         return pytree.tree_unflatten(results, spec)
 
-    def _layout(self) -> KnownLayout:
-        """How samples are split: that of a tensor which has that dim alone."""
+    def _samples_layout(self) -> KnownLayout:
+        """How samples are split over all workers: the layout of a tensor that has the dim of samples alone.
+
+        Raises: TransformError if another dim is split, if arguments split their samples in different ways, if a worker
+            has none, or if a keyword argument is global or the function may draw random numbers.
+        """
         found: set[KnownLayout] = set()
         for x, dim in zip(self.args, self.in_dims, strict=True):
             if type(x) is not GlobalTensor:
@@ -208,12 +235,12 @@ class _Samples:
         return layout
 
 
-def _tell(func: Callable[..., Any], calls: int) -> None:
-    """Warn, once for each line that calls vmap, that it takes many samples one by one."""
+def _warn_of_calls(func: Callable[..., Any], calls: int) -> None:
+    """Warn, once for each line that calls vmap, that it calls the function for many samples one by one."""
     frame, level = users_call()
     site = (frame.f_code.co_filename, frame.f_lineno)
-    if site not in _here.told and current_place().fallback != "silent":
-        _here.told.add(site)
+    if site not in _calls.warned and current_place().fallback != "silent":
+        _calls.warned.add(site)
         warnings.warn(
             f"vmap of {name_of(func)} takes its samples one by one, in {calls} calls: it knows tensors that are split, "
             "or has a gradient of others than its arguments. Give it weights as arguments and samples that lie whole "
@@ -222,19 +249,19 @@ def _tell(func: Callable[..., Any], calls: int) -> None:
         )
 
 
-class _Each(tuple[Any, ...]):
-    """Of what is no tensor, that of each sample."""
+class _PerSample(tuple[Any, ...]):
+    """A result that is no tensor, for each sample."""
 
 
-def _removed(name: str, y: Any, level: int, count: int, out_dim: int) -> Any:
-    return _remove_batch_dim(y, level, count, out_dim) if isinstance(y, torch.Tensor) else _Each([y])
+def _unwrapped(name: str, y: Any, level: int, count: int, out_dim: int) -> Any:
+    return _remove_batch_dim(y, level, count, out_dim) if isinstance(y, torch.Tensor) else _PerSample([y])
 
 
-_UNWRAP_ANY = composite(vmapping._unwrap_batched, _maybe_remove_batch_dim=_removed)
+_UNWRAP_ANY = composite(vmapping._unwrap_batched, _maybe_remove_batch_dim=_unwrapped)
 
 
 def _stack(ys: Sequence[Any]) -> Any:
-    return torch.stack(list(ys)) if isinstance(ys[0], torch.Tensor) else _Each(ys)
+    return torch.stack(list(ys)) if isinstance(ys[0], torch.Tensor) else _PerSample(ys)
 
 
 def install() -> None:

@@ -1,15 +1,14 @@
 """The transforms of ``torch.func`` that differentiate: ``grad``, ``vjp``, ``jvp``, ``jacrev``, ``hessian`` ...
 
-torch wraps the tensors that a transformed function gets. What is split over workers cannot be wrapped, as a wrapper has
-no memory that could travel. So functions of it are differentiated by autograd, and samples are taken one by one (see
-``extras.mapping``)::
+torch wraps the tensors that a transformed function gets. A global tensor cannot be wrapped, as a wrapper has no memory
+that could be sent. So functions of global tensors are differentiated by autograd::
 
     grad, vjp    x' = an alias of x that requires a gradient,  y = f(x'),  dx = autograd.grad(y, x', dy)
     jvp          the derivative of  dy -> dx,  which is linear in dy
 
-A result has a graph if it follows from what has one outside of the transform, as in torch. All else is torch's own
-code, in which what wraps and unwraps has been replaced. A function of plain tensors goes to torch first, and comes here
-if it meets what is split.
+As in torch, a result has a graph if it depends on a tensor outside of the transform that requires a gradient. All else
+is torch's own code, in which the functions that wrap and unwrap are replaced. A function of plain tensors runs by
+torch's transform first, and by ours if it meets global tensors.
 """
 
 from __future__ import annotations
@@ -42,63 +41,71 @@ from distdl.tensors.function import TransformError
 from distdl.workers.worlds import launched
 
 
-class _Here(threading.local):
+class _OpenTransforms(threading.local):
     def __init__(self) -> None:
-        self.open: list[object] = []  # the marks of the transforms whose functions run here, one in another
+        self.marks: list[object] = []  # of the transforms whose functions run on this thread, one inside another
 
 
-_here = _Here()
+_open = _OpenTransforms()
 
 
-class Level:
-    """One transform of a function: what its arguments become, and what is left of its results."""
+class Transform:
+    """One call of a transform: it makes aliases of the arguments, and detaches results.
+
+    Tensors outside of it that have a graph count as one more level of transforms around it.
+    """
 
     def __init__(self) -> None:
-        self._outside = torch.is_grad_enabled()  # (what has a graph there is one more level)
+        self._has_graph_outside = torch.is_grad_enabled()
         self._mark = object()  # of the leaves that it makes
-        self._given: list[tuple[torch.Tensor, Any]] = []  # what is differentiated by, and its node
-        self._duals: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._constant: list[torch.Tensor] = []  # what is given without a gradient
+        self._inputs: list[tuple[torch.Tensor, Any]] = []  # the tensors to differentiate by, and their nodes
+        self._duals: list[tuple[torch.Tensor, torch.Tensor]] = []  # primals with their tangents
+        self._constant: list[torch.Tensor] = []  # arguments that require no gradient
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """A transform of torch's, of what need not be wrapped."""
+        """Run a transform of torch with functions of this object in place of those that wrap and unwrap tensors."""
         own = composite(
             unwrap(func),
             grad_increment_nesting=self.opened,
             jvp_increment_nesting=self.opened,
             _wrap_all_tensors=self.aliases,
             _create_differentiable=self.differentiable,
-            _undo_create_differentiable=self._results,
+            _undo_create_differentiable=self._detached,
             _autograd_grad=self._gradients,
             JVP_NESTING=0,
             fwAD=SimpleNamespace(_set_fwd_grad_enabled=lambda on: nullcontext(), make_dual=self._dual),
-            safe_unpack_dual=composite(eager_transforms.safe_unpack_dual, fwAD=SimpleNamespace(unpack_dual=self._undo)),
+            safe_unpack_dual=composite(
+                eager_transforms.safe_unpack_dual, fwAD=SimpleNamespace(unpack_dual=self._unpack_dual)
+            ),
         )
         y = own(*args, **kwargs)
-        self.release()
+        self.detach_written()
         return y
 
-    def release(self) -> None:
-        """Cut off what the function has written into tensors that it was given, unless that has a graph outside.
+    def detach_written(self) -> None:
+        """Detach arguments into which the function has written, unless these depend on a graph outside.
 
-        Views stay as they are: torch detaches none in place.
+        Views stay as they are, as torch detaches none in place.
         """
         written = [x for x in self._constant if x.requires_grad and _base(x) is None]
-        for x, follows in zip(written, self._follow(written), strict=True):
-            if not follows:
+        for x, depends in zip(written, self._depend_on_outside(written), strict=True):
+            if not depends:
                 x.detach_()
 
     @contextmanager
-    def opened(self) -> Iterator[Level]:
-        _here.open.append(self._mark)
-        on_device = torch.autograd.is_multithreading_enabled()  # (an end of inference mode would switch it on)
+    def opened(self) -> Iterator[Transform]:
+        """While the function runs: graphs are made, and this transform is the innermost open one."""
+        _open.marks.append(self._mark)
+        threads = torch.autograd.is_multithreading_enabled()  # the end of inference mode would switch it on
         try:
-            with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(on_device):
+            with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(threads):
                 yield self
         finally:
-            _here.open.pop()
+            _open.marks.pop()
 
     def aliases(self, tree: Any, level: Any = None) -> Any:
+        """Aliases of the floating-point tensors in a structure, which the function gets; other values as they are."""
+
         def alias(x: Any) -> Any:
             if not (isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())):
                 return x
@@ -106,43 +113,55 @@ class Level:
                 return x.clone()
             if not x.requires_grad:
                 self._constant.append(x)
-            return (x if self._outside else x.detach()).view_as(x)
+            return (x if self._has_graph_outside else x.detach()).view_as(x)
 
         return pytree.tree_map(alias, tree)
 
     def differentiable(self, tree: Any, level: Any = None) -> Any:
+        """The tensors in a structure, which require gradients now: those to differentiate by.
+
+        Raises: ValueError for a value that is no tensor.
+        """
+
         def differentiable(x: Any) -> torch.Tensor:
             if not isinstance(x, torch.Tensor):
                 raise ValueError(f"Thing passed to transform API must be Tensor, got {type(x)}")
             if not x.requires_grad:
                 own_of(x.requires_grad_()).__dict__[MADE_BY] = self._mark
-            self._given.append((own_of(x), own_of(x).grad_fn))
+            self._inputs.append((own_of(x), own_of(x).grad_fn))
             return x
 
         return pytree.tree_map(differentiable, tree)
 
     def check_unwritten(self) -> None:
-        """Raises: RuntimeError, which is torch's, if what is differentiated by has been written."""
-        if any(x.grad_fn is not node for x, node in self._given):
+        """Raises: torch's RuntimeError if the function has written a tensor that it is differentiated by."""
+        if any(x.grad_fn is not node for x, node in self._inputs):
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
-    def _follow(self, ys: Sequence[torch.Tensor]) -> list[bool]:
-        """Whether each tensor follows from what has a gradient outside, on any worker. Collective."""
-        own = [self._outside and y.requires_grad and leads_beyond(own_of(y), self._mark) for y in ys]
-        split = next((y for y in ys if type(y) is GlobalTensor and y.requires_grad), None)
-        if split is None or not self._outside or split._context.comm.imagined:
-            return own
-        told = gather_values(split._context.comm, split._context.everyone, "a transform of torch.func", own)
-        return [any(each) for each in zip(*told, strict=True)]
+    def _depend_on_outside(self, ys: Sequence[torch.Tensor]) -> list[bool]:
+        """Whether each tensor depends, on any worker, on a tensor outside that requires a gradient.
 
-    def _results(self, tree: Any, level: Level) -> Any:
+        Collective if one of them is global and requires a gradient.
+        """
+        here = [self._has_graph_outside and y.requires_grad and leads_beyond(own_of(y), self._mark) for y in ys]
+        split = next((y for y in ys if type(y) is GlobalTensor and y.requires_grad), None)
+        if split is None or not self._has_graph_outside or split._context.comm.imagined:
+            return here
+        gathered = gather_values(split._context.comm, split._context.everyone, "a transform of torch.func", here)
+        return [any(each) for each in zip(*gathered, strict=True)]
+
+    def _detached(self, tree: Any, level: Transform) -> Any:
+        """The results in a structure, detached unless they depend on a tensor outside that requires a gradient.
+
+        Raises: RuntimeError for a result that is no tensor.
+        """
         ys, spec = pytree.tree_flatten(tree)
         for y in ys:
             if not isinstance(y, torch.Tensor):
                 raise RuntimeError(f"Expected tensors, got unsupported type {type(y)}")
-        found = zip(ys, self._follow(ys), strict=True)
+        found = zip(ys, self._depend_on_outside(ys), strict=True)
         return pytree.tree_unflatten(
-            [y if follows or not y.requires_grad else y.detach() for y, follows in found], spec
+            [y if depends or not y.requires_grad else y.detach() for y, depends in found], spec
         )
 
     def _gradients(
@@ -153,16 +172,20 @@ class Level:
         retain_graph: bool = False,
         create_graph: bool = True,
     ) -> tuple[torch.Tensor, ...]:
+        """torch's ``_autograd_grad``, which makes a graph of the gradients only if anything depends on it.
+
+        The graph is retained, too, if it belongs to tensors outside. Gradients keep their graph if the adjoint that
+        ``vjp`` gave is differentiated, and ``vjp`` itself was called without gradients.
+        """
         self.check_unwritten()
-        shared = any(self._follow(outputs))  # (the graph is that of what is outside, too)
-        curved = create_graph and (shared or any(dy.requires_grad for dy in grad_outputs or ()))
+        shared = any(self._depend_on_outside(outputs))
+        makes_graph = create_graph and (shared or any(dy.requires_grad for dy in grad_outputs or ()))
         find: Any = eager_transforms._autograd_grad
-        found = find(outputs, inputs, grad_outputs, retain_graph or shared or curved, curved)
-        if curved and not self._outside:  # (the function is differentiated elsewhere than it has been called)
-            return tuple(found)
-        return tuple(self._results(found, self))
+        found = find(outputs, inputs, grad_outputs, retain_graph or shared or makes_graph, makes_graph)
+        return tuple(found) if makes_graph and not self._has_graph_outside else tuple(self._detached(found, self))
 
     def _dual(self, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+        """A primal as a tensor to differentiate by, whose tangent is noted. Raises: RuntimeError for other shapes."""
         if tangent.shape != x.shape:
             raise RuntimeError(
                 f"jvp needs tangents of the shapes of the primals; got one of {tuple(tangent.shape)} for "
@@ -173,8 +196,11 @@ class Level:
         self._duals.append((dual, tangent))
         return dual
 
-    def _undo(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What a result and its tangent are; without one, it does not follow from what has been given tangents."""
+    def _unpack_dual(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A result and its tangent; None if the result depends on no primal.
+
+        The tangent is the derivative of the backward  dy -> dx,  which is linear, applied to the primals' tangents.
+        """
         self.check_unwritten()
         if not y.requires_grad:
             return y, None
@@ -193,22 +219,22 @@ class Level:
 
 
 def _base(x: torch.Tensor) -> torch.Tensor | None:
-    """What a tensor is a view of."""
+    """The tensor of which x is a view; None if it is no view."""
     return base_of(x) if type(x) is GlobalTensor else plain_of(x)._base
 
 
 def leads_beyond(y: torch.Tensor, own: object = None, ends: Sequence[torch.Tensor] = ()) -> bool:
-    """Whether the graph of a tensor leads out of a transform: to a program's leaves, or those of transforms around it.
+    """Whether the graph of y leads beyond a transform: to leaves of the program, or of transforms around it.
 
     Args:
-        own: the mark of the transform.
-        ends: tensors beyond which it is not followed.
+        own: the mark of the transform, whose own leaves do not count; None for no transform.
+        ends: tensors at which the walk through the graph stops.
     """
     known = {id(one) for one in ends if one.grad_fn is None}
 
     def is_outside(leaf: torch.Tensor) -> bool:
         mark = leaf.__dict__.get(MADE_BY, leaf)
-        return id(leaf) not in known and (mark is leaf or (mark in _here.open and mark is not own))
+        return id(leaf) not in known and (mark is leaf or (mark in _open.marks and mark is not own))
 
     if y.grad_fn is None:
         return y.requires_grad and is_outside(y)
@@ -227,9 +253,11 @@ def leads_beyond(y: torch.Tensor, own: object = None, ends: Sequence[torch.Tenso
 
 
 def is_split(values: Any) -> bool:
-    """Whether a transform of these is ours.
+    """Whether values have global tensors or replicas in them that a transform of ours has to take.
 
-    Raises: TransformError inside one of torch's; RuntimeError for a block inside of a distributed forward.
+    In a function on blocks, replicas are plain tensors, so the answer is no.
+
+    Raises: TransformError for them inside of a transform of torch; RuntimeError for a block of a distributed forward.
     """
     kinds = set(map(type, tensors_in(values)))
     if Block in kinds and tells_blocks():
@@ -242,16 +270,16 @@ def is_split(values: Any) -> bool:
 
 
 def _transform(name: str) -> None:
-    """Let a transform of torch's, by this name there, be ours where it is needed."""
+    """Replace a function of torch's ``eager_transforms`` by one that calls ours where it meets global tensors."""
     original = original_of(getattr(eager_transforms, name))
 
     @wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # (which goes on into torch's)
+        if torch.compiler.is_dynamo_compiling():  # the compiler goes on into torch's
             return original(*args, **kwargs)
-        if name == "_jvp_with_argnums":  # (torch counts its levels for all threads together)
+        if name == "_jvp_with_argnums":  # torch's count of its levels is shared by all threads
             refused = launched() == "threads"
-        else:  # (torch takes no hooks around it; ours may be those of weights in shares)
+        else:  # torch takes no hooks for saved tensors around it, as sharded weights set
             hooks = saved_tensors_hooks()
             refused = hooks is not None and hasattr(hooks[0], KEEPS_TENSORS)
         if not is_split((args, kwargs)):
@@ -263,7 +291,7 @@ def _transform(name: str) -> None:
             if not refused:
                 with suppress(TransformError):
                     return original(*args, **kwargs)
-        return Level().run(original, *args, **kwargs)
+        return Transform().run(original, *args, **kwargs)
 
     setattr(eager_transforms, name, run)
 

@@ -1,6 +1,6 @@
-"""``flex_attention`` of global tensors. What a program imports of torch's module imports this behind it."""
+"""``flex_attention`` of global tensors. It is imported when a program imports torch's module of that name."""
 
-# (first: it imports this package behind itself, which would be half done if this stood after the others)
+# first, as torch's module imports this package at its own end, which must not be half imported then
 import torch.nn.attention.flex_attention  # noqa: F401
 
 from distdl.globals.extras.flex import lending

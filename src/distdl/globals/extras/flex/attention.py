@@ -1,7 +1,7 @@
 """Attention with functions of scores and masks (``flex_attention``): keys and values come to where queries are.
 
-torch's own function checks the arguments, and calls what stands here in the place of its operator. Each worker computes
-its block of the scores as torch does without a kernel::
+torch's own function checks the arguments, and calls :func:`_attend` in place of its operator. Each worker computes its
+block of the scores as torch does without a kernel::
 
     scores = q @ k.T * scale,   scores' = score_mod(scores, b, h, q_idx, kv_idx) where mask_mod(b, h, q_idx, kv_idx)
     y = softmax(scores') @ v
@@ -38,15 +38,16 @@ from distdl.tensors.modes import uncounted
 _NAME = "flex_attention"
 _RESULT = ("b", "h", "l", "f")
 _LABELS = ("b", "h", "l", "e"), ("b", "h", "s", "e"), ("b", "h", "s", "f")
-_SHARED = ("b", "h", "l", "e"), ("b", "g", "s", "e"), ("b", "g", "s", "f")  # (by several heads of the queries)
+_SHARED = ("b", "h", "l", "e"), ("b", "g", "s", "e"), ("b", "g", "s", "f")  # several heads of queries share a key
 
 
 def flex_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Split over batch, heads and query positions, as queries are; keys and their features are whole.
+    """The handler of ``flex_attention``: the result is split over batch, heads and query positions, as queries are.
 
-    What functions of scores and of masks have captured comes whole to every worker (see ``extras.capturing``).
+    Keys and values are gathered along positions and features. Tensors that functions of scores and masks have captured
+    are gathered on every worker (see ``extras.capturing``). In a rehearsal, block masks become meta tensors.
     """
-    if tensors_in((args, kwargs))[0].is_meta:  # (in a rehearsal; masks are those of the devices)
+    if tensors_in((args, kwargs))[0].is_meta:
 
         def imagined(value: Any) -> Any:
             return value.to("meta") if isinstance(value, flex.BlockMask) else value
@@ -68,9 +69,11 @@ def _attend(
     scale: float,
     options: dict[str, Any],
 ) -> tuple[Any, Any, Any]:
-    """What torch's operator gives: the result, and of each query the log of the sum and the maximum, over log(2).
+    """Stands for torch's operator, and takes what that takes.
 
-    The last two are None if nobody asks for them.
+    Returns: the result; and of the scores of each query the logarithm of the sum of exponentials, and the maximum, both
+        divided by log(2). The last two are None unless the options ask for them.
+    Raises: RuntimeError for batches that do not broadcast or no keys, as torch does.
     """
     cast = autocast_dtype(query)
     if cast is not None:
@@ -79,8 +82,8 @@ def _attend(
     queries, keys = query.size(0), key.size(0)
     if not (queries == keys or (queries > 1 and keys == 1)):
         raise RuntimeError(f"Bq and Bkv must broadcast. Got Bq={queries} and Bkv={keys}")
-    if not key.size(2):  # (torch's error)
-        torch.empty(1, 1, 1, 0, device="cpu").max(-1)
+    if not key.size(2):
+        torch.empty(1, 1, 1, 0, device="cpu").max(-1)  # raises torch's error
     placed = _placed(query, key, value, groups)
     q, k, v = placed.parts
     if groups > 1:
@@ -106,13 +109,13 @@ def _attend(
 
 
 class _Placed(NamedTuple):
-    """What a worker computes, and of what.
+    """What this worker computes.
 
     Attributes:
-        parts: of queries, keys and values.
+        parts: the queries, keys and values that it needs.
         box: its intervals of batch, heads and queries.
-        shape: of its part of the result.
-        work: how the result is split; None if all workers have all of it.
+        shape: of its block of the result.
+        work: how the result is split; None if every worker has all of it.
     """
 
     context: Context
@@ -122,10 +125,11 @@ class _Placed(NamedTuple):
     work: Work | None
 
     def finish(self, y: torch.Tensor, order: Sequence[int] = ()) -> torch.Tensor:
-        """What the blocks of all workers are together; with fewer dims, numbers of each query.
+        """The global tensor of which every worker has such a block, or a replica if every worker has all of it.
 
         Args:
-            order: of its dims in memory, the slowest first.
+            y: this worker's block: of the result, or of numbers for each query.
+            order: of the dims in memory, the slowest first; by default contiguous.
         """
         if self.work is None:
             return Replica._of(y, self.context)
@@ -140,26 +144,32 @@ class _Placed(NamedTuple):
 
 
 def _placed(query: Any, key: Any, value: Any, groups: int) -> _Placed:
+    """Bring queries, keys and values to the workers that need them.
+
+    Args:
+        groups: how many heads of queries share a head of keys.
+    Raises: what torch raises for shapes that do not fit.
+    """
     given = (query, key, value)
     lead = next((place for place, one in enumerate(given) if type(one) is GlobalTensor), None)
-    if lead is None:  # (weights alone, and what follows from them: each worker computes all of it)
+    if lead is None:  # all three are replicas, so each worker computes all of the result
         context = next(one._context for one in given if type(one) is Replica)
         box = [(0, n) for n in query.shape[:3]]
         return _Placed(context, tuple(map(plain_of, given)), box, (*query.shape[:3], value.shape[3]), None)
-    checked(_shapes_fit, given)
+    checked(_check_shapes, given)
     work = work_on(given, _SHARED if groups > 1 else _LABELS, _RESULT, adds=False, lead=lead, whole=("f",))
     box = [work.mine(label) for label in _RESULT[:3]]
     return _Placed(work.context, work.parts(given, _NAME), box, work.partial, work)
 
 
 class _Scoring:
-    """The scores of a worker's queries and keys, changed by functions of their places in the whole tensor."""
+    """Computes the scores of a worker's queries and keys, and applies ``score_mod`` and ``mask_mod`` to them."""
 
     def __init__(self, placed: _Placed, score_mod: Any, mask_mod: Any, scale: float) -> None:
         self._placed, self._scale = placed, scale
         self._score_mod, self._mask_mod = score_mod, mask_mod
         imagined = placed.parts[0].is_meta
-        self._captured = Captured(_NAME, placed.context, curved=True, imagined=imagined)
+        self._captured = Captured(_NAME, placed.context, trained=True, imagined=imagined)
         self._captured_by_mask = Captured(_NAME, placed.context, imagined=imagined)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -179,7 +189,7 @@ class _Scoring:
         return torch.where(shown, changed, lowest)
 
     def check(self, scores: torch.Tensor, *inputs: torch.Tensor) -> None:
-        """Raises: RuntimeError, on every worker, if the gradient of something captured would not be added up."""
+        """Raises: RuntimeError, on every worker, if the gradient of a captured tensor would not be added up."""
         self._captured.check(scores, *inputs)
 
 
@@ -195,20 +205,24 @@ def _largest(scores: torch.Tensor) -> torch.Tensor:
     return torch.max(scores, dim=-1)[0] / math.log(2)
 
 
-def _shapes_fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Compute as torch does. Raises what it raises."""
+def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Compute attention on meta tensors. Raises: what torch raises for shapes that do not fit."""
     key, value = (one.repeat_interleave(query.size(1) // key.size(1), 1) for one in (key, value))
     torch._safe_softmax(query @ key.transpose(-2, -1), -1) @ value.expand(query.size(0), *value.shape[1:])
 
 
 def _order(strides: Sequence[int]) -> list[int]:
-    """The order of dims in the memory of the result, the slowest first: that of queries, with features last."""
+    """The order of dims in the result's memory, the slowest first: as in the queries, but features are last.
+
+    Args:
+        strides: of the queries.
+    """
     order = sorted(range(4), key=lambda dim: (-strides[dim], dim))
     return [dim for dim in order if dim != 3] + [3]
 
 
 def _strides(shape: Shape, order: Sequence[int]) -> Shape:
-    """Those of a tensor whose dims lie in this order; none if it is contiguous."""
+    """The strides of a tensor whose dims lie in this order in memory, the slowest first; ``()`` means contiguous."""
     with uncounted():
         whole = torch.empty([shape[dim] for dim in order], device="meta")
         return strides_if(whole.permute([order.index(dim) for dim in range(len(shape))]))
@@ -217,7 +231,7 @@ def _strides(shape: Shape, order: Sequence[int]) -> Shape:
 def _options(
     query: Any, key: Any, value: Any, return_lse: bool, kernel_options: Any, return_aux: Any = None
 ) -> dict[str, Any]:
-    """torch's options, in which nothing is computed that nobody asks for."""
+    """torch's options of a kernel; they ask for the logarithm of the sum only if the caller does."""
     found: dict[str, Any] = _torchs_options(query, key, value, return_lse, kernel_options, return_aux)
     found["OUTPUT_LOGSUMEXP"] = return_lse or (return_aux is not None and return_aux.lse)
     return found
@@ -231,6 +245,6 @@ _checked = composite(
     torchs_flex_attention,
     flex_attention_hop=_attend,
     _apply_kernel_options=_options,
-    _validate_device=lambda *_: None,  # (which refuses gradients on CPUs)
-    _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,  # (it would compile what it calls)
+    _validate_device=lambda *_: None,  # torch's refuses gradients on CPUs
+    _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,  # without it, torch compiles the function that it calls
 )

@@ -1,9 +1,8 @@
-"""``flex_attention``, ``create_mask`` and ``create_block_mask`` look for global tensors: in torch they ask nobody.
+"""``flex_attention``, ``create_mask`` and ``create_block_mask`` take global tensors, for which torch does not look.
 
-torch compiles what ``flex_attention`` calls, and masks are made by ``vmap``: neither takes what is split. All may have
-been imported by their names before distdl. So they stay the functions that they are, and get other code.
-
-What orders the blocks of a mask gets some, too: workers that are threads take turns there.
+torch compiles the function that ``flex_attention`` calls, and makes masks by ``vmap``; neither takes global tensors.
+A program may have imported them by name before distdl, so they stay the same objects and get other code. So does the
+function that orders the blocks of a mask, where workers that are threads take turns.
 """
 
 # mypy: disable-error-code="name-defined"
@@ -36,12 +35,12 @@ def _flex_attention(*args: Any, **kwargs: Any) -> Any:
     try:
         return torchs_flex_attention(*args, **kwargs)
     except Exception:
-        if _is_split_captured(*args, **kwargs):
+        if _captures_split(*args, **kwargs):
             raise RuntimeError(_PLAIN) from None
         raise
 
 
-def _is_split_captured(
+def _captures_split(
     query: Any = None,
     key: Any = None,
     value: Any = None,
@@ -84,17 +83,21 @@ def _create_block_mask(*args: Any, **kwargs: Any) -> Any:
         try:
             named = _OF_BLOCK_MASK.bind(*args, **kwargs)
         except TypeError:
-            return _torchs_create_block_mask(*args, **kwargs)  # (for torch's error)
+            return _torchs_create_block_mask(*args, **kwargs)  # raises torch's error
         if named.arguments.get("_compile") and captures_split(named.arguments["mask_mod"], *torch.zeros(4).long()):
-            named.arguments["_compile"] = False  # (what is split cannot be traced)
+            named.arguments["_compile"] = False  # global tensors cannot be traced
         args, kwargs = named.args, named.kwargs
     return _torchs_create_block_mask(*args, **kwargs)
 
 
 def _dense_to_ordered(dense_mask: Any) -> Any:
+    """torch's own; threads take turns, as torch notes in one dict of the process that it runs.
+
+    For a global mask they do not: it sends messages, so that a thread whose turn it is would wait for the others.
+    """
     if torch.compiler.is_dynamo_compiling() or type(dense_mask) is not torch.Tensor:
-        return _torchs_dense_to_ordered(dense_mask)  # (one that is split sends messages, for which others wait)
-    with _turn:  # (torch notes meanwhile, in one dict for all threads, that it does this)
+        return _torchs_dense_to_ordered(dense_mask)
+    with _turn:
         return _torchs_dense_to_ordered(dense_mask)
 
 
