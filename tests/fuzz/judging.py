@@ -20,7 +20,7 @@ CLEAN = {"ValueError", "TypeError", "IndexError", "RuntimeError", "NotImplemente
 REFUSED = {
     r"has written in place into what in torch would be a view": "refused: written in place into what would be a view",
     r"has written in place into the tensor of which this one would be a view": "refused: a view would see a write",
-    r"would write what a global tensor says into a plain tensor, .* because it (requires a gradient|shares)": (
+    r"would write values of a global tensor into a plain tensor, .* because it (requires a gradient|shares)": (
         "refused: written into a plain tensor"
     ),
     r"needs .* whole numbers?, .*at most 2147483647; got \D*\d{11}": "refused: a number that no window has",

@@ -1,4 +1,4 @@
-"""Operands: how tensors that stand beside each other in a function come to lie on the same workers."""
+"""Bring the operands of a function to the same workers."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from distdl.tensors.derivatives import NONE, Derivatives, is_differentiated_forw
 GRADIENT = Derivatives(gradient=True)
 
 Move = tuple[torch.Tensor, KnownLayout, KnownLayout]
-"""A block, and the layouts in which it is and in which it is needed."""
+"""A block, the layout in which it is, and the layout in which it is needed."""
 
 
 def derivatives_of(block: torch.Tensor) -> Derivatives:
-    """What a block carries; the same on every worker, since all blocks of a tensor have the same history."""
+    """Return which derivatives a block carries; all blocks of a tensor carry the same, for they have one history."""
     if is_differentiated_forward():
         return Derivatives.of(block, torch.is_grad_enabled())
     return GRADIENT if block.requires_grad and torch.is_grad_enabled() else NONE
 
 
 def moved(x: GlobalTensor, needed: KnownLayout, name: str) -> torch.Tensor:
-    """This worker's box of a tensor in another layout, in which boxes may overlap. Both have as many dims."""
+    """Redistribute x to a layout of its shape, in which boxes may overlap, and return this worker's block of it."""
     block, owned = block_of(x), x._layout
     if owned is needed:
         return block
-    if not owned.rulers:  # (a message has one dim at least)
+    if not owned.rulers:  # a message needs a dim
         y = moved_block(block.reshape(-1), owned.lifted(1), needed.lifted(1), name)
         return y.reshape(()) if y.numel() else y
     return moved_block(block, owned, needed, name)
 
 
 def moved_block(block: torch.Tensor, owned: KnownLayout, needed: KnownLayout, name: str) -> torch.Tensor:
-    """The same for a block whose layout is given."""
+    """Redistribute a block from the layout in which it is to the one in which it is needed."""
     if owned is needed:
         return block
     operator = owned.context.moving(owned, needed, block.dtype, derivatives_of(block), name)
@@ -53,7 +53,7 @@ def moved_block(block: torch.Tensor, owned: KnownLayout, needed: KnownLayout, na
 
 
 def moved_blocks(moves: Sequence[Move], name: str) -> list[torch.Tensor]:
-    """The same for several blocks. Their messages are under way at the same time, in one autograd node."""
+    """Redistribute several blocks at once: their messages travel at the same time, from one autograd node."""
     found = [block for block, _, _ in moves]
     moving = [place for place, (_, owned, needed) in enumerate(moves) if owned is not needed]
     if len(moving) < 2:
@@ -70,9 +70,9 @@ def moved_blocks(moves: Sequence[Move], name: str) -> list[torch.Tensor]:
 
 
 def taken(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
-    """What a worker reads of a tensor that is the same everywhere, beside its block of a larger one.
+    """Slice a replicated tensor to the part that broadcasts to this worker's block in the target layout.
 
-    Dims count from the last, as in broadcasting; along those of extent 1 it is read whole.
+    Dims count from the last, as in broadcasting. Along its dims of extent 1, the tensor is not sliced.
 
     Raises: RuntimeError, on every worker, for a sparse tensor.
     """
@@ -89,47 +89,50 @@ def taken(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
         for dim in range(dims)
     )
     if all(one == (0, n) for one, n in zip(box, plain.shape, strict=True)):
-        return plain  # (of a view, autograd would save the view)
+        return plain  # not a view of all of it, which autograd would save
     return plain[slices(box)]
 
 
 def part_of(value: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tensor:
-    """This worker's block of a tensor, global or the same everywhere, in a layout of its shape."""
+    """Return this worker's block, in a layout of its shape, of a tensor that is global or replicated."""
     block = moved(value, layout, name) if type(value) is GlobalTensor else taken(value, layout)
     return block if block.shape == layout.local else block.reshape(layout.local)
 
 
 def entire(value: Any) -> Any:
-    """What every worker has whole: of a global tensor, all of it, as a plain one. Other values as they are."""
+    """Gather a global tensor on every worker, as a plain tensor. Other values are returned as they are."""
     return value.full_tensor() if type(value) is GlobalTensor else value
 
 
 def whole(value: Any) -> Any:
-    """The same, of a copy as the plain tensor that it is."""
+    """Gather a global tensor, and unwrap a replica: either becomes a plain tensor. Others are returned as they are."""
     return plain_of(entire(value))
 
 
 def number(one: torch.Tensor) -> Any:
-    """The value of a tensor that torch takes for a number; on every worker, if it is global. Others as they are."""
+    """Return the value of a tensor of one element without a gradient, on every worker; other tensors as they are."""
     if one.numel() != 1 or one.requires_grad or one.is_meta:
         return one
     return one.item() if type(one) is GlobalTensor else plain_of(one).item()
 
 
 def sample(plain: torch.Tensor, context: Context) -> None:
-    """Keep some values of a plain tensor, outside of models. Every worker calls it, also one that takes no cell."""
+    """Keep some values of a plain tensor, for workers to compare later; not in a model's forward.
+
+    Every worker calls it, also one that reads no cell of the tensor.
+    """
     if not is_running():
         note_plain(context, plain)
 
 
 def check_dense(plain: torch.Tensor) -> None:
-    """Check that parts can be taken of a plain tensor.
+    """Raise RuntimeError for a sparse tensor, which cannot be sliced.
 
-    Raises: RuntimeError for a sparse one. (Operators of Python would take a TypeError for their own.)
+    A TypeError would not do: Python's operators would take it for their own, and try the other operand.
     """
     if plain.layout is not torch.strided:
         raise RuntimeError(
-            "a sparse tensor cannot stand beside a global one here, for no part of it can be taken; pass its to_dense()"
+            "a sparse tensor cannot stand beside a global one here, for it cannot be sliced; pass its to_dense()"
         )
 
 
@@ -137,9 +140,10 @@ def aligned(context: Context, operands: Sequence[Any], lead: int | None, name: s
     """Bring operands that broadcast to each other to the same workers.
 
     Args:
-        operands: global tensors, tensors that are the same everywhere, and numbers.
-        lead: the operand whose layout the result has; if not given, the one that covers most of it.
-    Returns: the layout of the result, and for each operand this worker's part.
+        operands: global tensors, replicated tensors, and numbers.
+        lead: the place of the operand whose layout the result has; if None, the largest operand.
+    Returns: the layout of the result, and of each operand what this worker computes with.
+    Raises: torch's RuntimeError if the shapes do not broadcast, or not to that of the lead.
     """
     described = tuple(
         one._layout if type(one) is GlobalTensor else one.shape if isinstance(one, torch.Tensor) else None
@@ -149,7 +153,7 @@ def aligned(context: Context, operands: Sequence[Any], lead: int | None, name: s
     found: list[Any] = []
     for one, need in zip(operands, needs, strict=True):
         if type(one) is GlobalTensor and need is not None:
-            found.append(_part(one, need, target, name))
+            found.append(_local_operand(one, need, target, name))
         elif isinstance(one, torch.Tensor):
             sample(one, context)
             found.append(taken(one, target))
@@ -159,12 +163,12 @@ def aligned(context: Context, operands: Sequence[Any], lead: int | None, name: s
 
 
 def numbers_of(context: Context, operands: Sequence[Any], found: Sequence[Any]) -> list[Any]:
-    """Operands without dims, for a worker that holds none of the result: ones in the place of what is not there.
+    """Return operands without dims for a worker that holds no cell of the result; ones stand in for global tensors.
 
-    So torch says there, too, whether it takes them, and of what dtype the result is.
+    So torch tells this worker, too, whether it takes these operands, and the dtype of the result.
 
     Args:
-        found: what :func:`aligned` has made of the operands.
+        found: the operands that :func:`aligned` returned.
     """
     return [
         _one_on(part) if type(one) is GlobalTensor else entered(one, context) if isinstance(one, torch.Tensor) else one
@@ -172,24 +176,26 @@ def numbers_of(context: Context, operands: Sequence[Any], found: Sequence[Any]) 
     ]
 
 
-def _one_on(part: torch.Tensor) -> torch.Tensor:
-    one = zeros_on(part, ())
-    # (what fills a tensor has no second derivative, so a backward of it would go another way here than elsewhere)
+def _one_on(block: torch.Tensor) -> torch.Tensor:
+    """Return a 1 without dims that depends on a block in the autograd graph."""
+    one = zeros_on(block, ())
+    # fill_ has no second derivative, so a backward of the backward would differ from that on other workers
     return one + 1 if one.requires_grad else one.fill_(1)
 
 
-def _part(x: GlobalTensor, need: KnownLayout, target: KnownLayout, name: str) -> torch.Tensor:
+def _local_operand(x: GlobalTensor, need: KnownLayout, target: KnownLayout, name: str) -> torch.Tensor:
+    """Return this worker's block of an operand, in the layout that broadcasts to the target."""
     block, owned = block_of(x), x._layout
     if owned is need:
         return block
-    dims = max(len(target.rulers), 1)  # (a message has one dim at least)
+    dims = max(len(target.rulers), 1)  # a message needs a dim
     lifted = owned.lifted(dims)
     if block.dim() != dims:
         block = block.reshape(lifted.local)
     block = moved_block(block, lifted, need.lifted(dims), name)
     if owned.rulers and target.rulers:
         return block
-    # a number stays one beside tensors with dims, so that torch promotes dtypes as it does with the whole tensors
+    # a tensor without dims stays without, so that torch promotes dtypes as it does with the whole tensors
     if block.numel():
         return block.reshape(())
     return zeros_on(block, ()) if target.rulers else block
@@ -198,6 +204,12 @@ def _part(x: GlobalTensor, need: KnownLayout, target: KnownLayout, name: str) ->
 def _align(
     context: Context, described: Sequence[Any], lead: int | None
 ) -> tuple[KnownLayout, tuple[KnownLayout | None, ...]]:
+    """Return the layout of a result, and for each global operand the layout that broadcasts to it.
+
+    Args:
+        described: of each operand its layout, its shape if it is a replicated tensor, or None if it is a number.
+    Raises: as :func:`aligned`.
+    """
     shapes = [one.size if isinstance(one, KnownLayout) else one for one in described]
     try:
         extents = torch.broadcast_shapes(*(shape for shape in shapes if shape is not None))
@@ -205,8 +217,8 @@ def _align(
         if all(isinstance(one, KnownLayout) or not one for one in described):
             raise
         raise RuntimeError(
-            f"{error} (a plain tensor beside a global one is a whole one, the same on every worker; of blocks, as "
-            "to_local() gives them, GlobalTensor.from_local makes a global tensor)"
+            f"{error} (a plain tensor beside a global one counts as whole, and as the same on every worker; "
+            "GlobalTensor.from_local makes a global tensor of blocks, as to_local() gives them)"
         ) from None
     target = _target(extents, described, lead)
     needs: list[KnownLayout | None] = []
@@ -229,7 +241,7 @@ def _align(
 
 
 def _target(extents: Sequence[int], described: Sequence[Any], lead: int | None) -> KnownLayout:
-    """The layout of a result, which is that of its leading operand where this has all cells of a dim."""
+    """Return the layout of a result: that of its leading operand, in all dims along which this is not broadcast."""
     known = [one for one in described if isinstance(one, KnownLayout)]
     if lead is None:
         chosen = max(known, key=lambda one: (one.size.numel(), len(one.rulers)))  # the first of the largest
@@ -244,5 +256,5 @@ def _target(extents: Sequence[int], described: Sequence[Any], lead: int | None) 
 
 
 def own_box(layout: KnownLayout) -> tuple[slice, ...]:
-    """The index of this worker's box in the whole tensor."""
+    """Return the slices that cut this worker's block out of the whole tensor."""
     return slices(layout.box)

@@ -1,6 +1,6 @@
-"""Parameters and buffers that a model writes global tensors into: running statistics, weights set by the first batch.
+"""Parameters and buffers into which a model writes global tensors: running statistics, weights set by the first batch.
 
-They are the same on every worker, and stay so: what is written comes to all workers, and each writes all of it.
+They are the same on every worker, and stay so: the global tensor is gathered, and each worker writes all of it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from distdl.tensors.memory import parts_of
 
 
 def is_of_model(tensor: torch.Tensor, context: Context) -> bool:
-    """Whether a plain tensor is a parameter, or a buffer of a distributed model, or shares memory with one of its."""
-    if type(tensor) is torch.nn.Parameter:  # (an optimiser may have some of no model beside those in shares)
+    """Whether a plain tensor is any parameter, or a buffer of a distributed model, or shares memory with either."""
+    if type(tensor) is torch.nn.Parameter:  # also of no model, as an optimiser may have beside sharded weights
         return True
     plain = plain_of(tensor)
     storage = plain.untyped_storage()._cdata
-    # (one reference is the tensor's, one is ours: it can be a buffer, but share memory with none)
+    # two references to the storage are the tensor's and ours, so no other tensor shares it
     alone = type(tensor) is torch.Tensor and torch._C._storage_Use_Count(storage) <= 2 and not plain._is_view()
     return any(
         one is plain or (not alone and any(part.untyped_storage()._cdata == storage for part in parts_of(one)))
@@ -39,7 +39,7 @@ def is_named(tensor: torch.Tensor, context: Context) -> bool:
 
 
 def _held(context: Context) -> Iterator[torch.Tensor]:
-    """The parameters and buffers of distributed models, but for those in shares."""
+    """Return the parameters and buffers of distributed models, without sharded weights."""
     for model in list(distributed_models(context.comm)):
         for child in model.modules():
             for one in (*child._buffers.values(), *child._parameters.values()):
@@ -48,24 +48,25 @@ def _held(context: Context) -> Iterator[torch.Tensor]:
 
 
 def check_gradient(values: Any, name: str) -> None:
-    """Check that what is written into a parameter or a buffer, and that itself, have no gradient that would be lost.
+    """Raise RuntimeError if a write into a parameter or a buffer would lose a gradient.
 
     Args:
+        values: the parameter or buffer, and the tensors that are written into it, in any structure.
         name: of the function that writes.
-    Raises: RuntimeError.
     """
     if torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in(values)):
         raise RuntimeError(
-            f"{name} would write what a global tensor says into a parameter or a buffer of the model, and the gradient "
-            "of what is written would be lost; write under torch.no_grad(), or what has been detached"
+            f"{name} would write values of a global tensor into a parameter or a buffer of the model, and their "
+            "gradient would be lost; write under torch.no_grad(), or write a detached tensor"
         )
 
 
 def settled(value: Any) -> Any:
-    """What a buffer of a model becomes that is set to a value: of a global tensor, the whole, on every worker.
+    """Return what to store where a buffer of a model is set to a value.
 
-    It is an error to write the tensor after that, and to use it once the buffer has been written. A value that has a
-    gradient stays as it is. What was computed from parameters is equal on all workers as it is, and plain.
+    A global tensor is gathered on every worker; from then on it is an error to write it, and to use it once the buffer
+    was written. A replica becomes a plain tensor. Any value that requires a gradient is returned as it is, and so are
+    all others.
     """
     if type(value) is Replica and not value.requires_grad:
         return plain_of(value)

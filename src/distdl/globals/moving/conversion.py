@@ -1,4 +1,4 @@
-"""Where tensors become global, and plain again."""
+"""Plain tensors become global (``distribute_tensor``, ``from_local``), global ones plain, or of another layout."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ NO_TANGENTS = (
 
 
 class _Header(NamedTuple):
-    """What a worker reports of a tensor that enters.
+    """What a worker reports of a plain tensor that is to become global, or become a block of a global tensor.
 
     Attributes:
-        code: of the dtype.
-        device: the type of its device, as "cuda".
-        gradient: whether it requires one.
-        seed: that of torch on the worker.
-        follows: whether its gradient goes on to a global tensor, so that all workers take part.
+        code: the code of the dtype.
+        device: the type of the device, as "cuda".
+        gradient: whether the tensor requires a gradient.
+        seed: torch's seed on the worker.
+        follows: whether the tensor was computed from a global tensor or a weight, so all workers go on in its backward.
     """
 
     extents: Shape
@@ -64,13 +64,13 @@ class _Header(NamedTuple):
         return DTYPES[self.code]
 
     def device_beside(self, x: Any) -> torch.device:
-        """This worker's device of the same type: that of what the worker passes itself, or else its current one."""
+        """Return this worker's device of that type: the device of x, its own argument, or else the current one."""
         own = x.device if isinstance(x, torch.Tensor) else None
         return own if own is not None and own.type == self.device else torch.device(self.device)
 
 
 def _header(x: Any) -> _Header | str:
-    """The header of a plain tensor; of what cannot enter, its kind, for errors."""
+    """Return the header of a plain tensor; for a value that cannot become global, what it is, for an error."""
     if type(x) is GlobalTensor or not isinstance(x, torch.Tensor):
         return type(x).__name__
     if has_tangent(x):
@@ -84,7 +84,7 @@ def _header(x: Any) -> _Header | str:
 
 
 def _headers(told: Sequence[Any], P: Partition) -> dict[int, _Header]:
-    """The headers of blocks on the workers of a partition, from what all workers have told.
+    """Return the header of the block of each worker of a partition, from what all workers have told.
 
     Raises: ValueError if one of them has no block, or if the blocks differ in dtype, in the type of their device or in
         their number of dims.
@@ -115,9 +115,10 @@ def distribute_tensor(
     """Split a tensor that one worker has over a partition, as evenly as possible. Collective; differentiable.
 
     Args:
-        x: on worker ``src``, the whole tensor, of any dtype. On the others it is not read, and may be None; or, where
-            it follows from ``y.full_tensor(on=src)``, what follows from that there, so that all take part in backward,
-            whatever its shape. So it is, inside of a distributed forward, with what follows from blocks or weights.
+        x: on worker ``src``, the whole tensor, of any dtype. The other workers may pass None: they read no values. If x
+            was computed from ``y.full_tensor(on=src)``, they pass the result of the same computation, of any shape, so
+            that all workers take part in its backward. The same holds, inside of a distributed forward, for a tensor
+            that was computed from blocks or weights.
         P: one axis for each dim of x; dims behind its last axis are not split. Workers of its world that are not in it
             hold no cells. A shape, as ``(1, 1, 2, 2)``, means ``distdl.world().reshape(1, 1, 2, 2)``.
         src: the worker that has the tensor, as numbered in the world.
@@ -126,9 +127,9 @@ def distribute_tensor(
             lie with it under ``axes=(0, 2, 3)``.
     Returns: the global tensor. It requires a gradient if x does. Where some workers get no cell though x has enough for
         all, worker 0 warns once.
-    Raises: ValueError, the same on every worker, if x is no tensor, has a forward-mode tangent, has a gradient
-        that goes on to ``y.full_tensor()`` of every worker, has fewer dims than P axes, or other dims than ``axes``
-        says.
+    Raises: ValueError, the same on every worker, if x is no tensor, has a forward-mode tangent, was computed with a
+        gradient from ``y.full_tensor()`` of every worker, has fewer dims than P has axes, or another number of dims
+        than ``axes`` names.
     Source: the name is that of ``torch.distributed.tensor.distribute_tensor``.
     """
     P = split_of(P, "distribute_tensor")
@@ -140,7 +141,7 @@ def distribute_tensor(
     if x is not None and isinstance(mine, _Header) and mine.gradient and len(context.everyone) > 1:
         before = ours_before(plain_of(x))
         mine = mine._replace(follows=type(x) in (Replica, Block) or bool(before))
-        if _Whole in before:  # (this worker alone would get the gradient of one that every worker has)
+        if _Whole in before:  # only this worker would get the gradient of a tensor that every worker has
             mine = (
                 f"{type(x).__name__} that follows from full_tensor() of every worker; full_tensor(on={src}) gives one "
                 "to that worker alone, and redistribute splits a global tensor over other workers"
@@ -157,8 +158,8 @@ def distribute_tensor(
     owned = context.whole(header.extents, src)
     if context.me == src:
         assert isinstance(x, torch.Tensor)
-        block = plain_of(x)  # (as in from_local)
-        block = block.clone() if owned is needed else block  # (what does not move is not to share memory, either)
+        block = plain_of(x)
+        block = block.clone() if owned is needed else block  # a tensor that moves shares no memory with x, either
     elif header.follows and _takes_part(x):
         block = zeros_on(plain_of(x).to(header.device_beside(x), header.dtype), owned.local)
     else:
@@ -168,11 +169,11 @@ def distribute_tensor(
 
 
 def _takes_part(x: Any) -> bool:
-    """Whether the graph of a tensor takes part in backward, on a worker whose tensor is not read.
+    """Whether the tensor of a worker that is not ``src`` connects it to a backward that other workers go through.
 
-    It follows from a weight or a block inside of a forward; or by a movement of ours from what the others have where
-    one worker has all. (Others may be the worker's own. And what follows from a tensor that every worker has would need
-    all of its gradient.)
+    That is so if the tensor was computed from a weight or a block inside of a forward, or from a movement of ours like
+    ``full_tensor(on=src)``. The worker's own leaves do not count. Nor does ``full_tensor()`` of every worker, whose
+    backward needs the whole gradient, which this worker has not.
     """
     if not isinstance(x, torch.Tensor) or not x.requires_grad or type(x) is GlobalTensor:
         return False
@@ -205,7 +206,7 @@ def from_local(block: torch.Tensor, P: Split, axes: Sequence[int | None] | None 
         block = block.detach().requires_grad_()  # as that of another worker does
     if not layout.active:
         device = first.device_beside(block)
-        if isinstance(block, torch.Tensor) and block.requires_grad and wants:  # (what made it takes part in backward)
+        if isinstance(block, torch.Tensor) and block.requires_grad and wants:  # its graph takes part in backward
             block = zeros_on(block.to(device, first.dtype), layout.local)
         else:
             block = torch.zeros(layout.local, dtype=first.dtype, device=device, requires_grad=wants)
@@ -225,7 +226,7 @@ def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
             return y
         needed = context.whole(x.shape, on)
         y = _Alone.apply(block_of(x)) if needed is x._layout else moved(x, needed, f"full_tensor on worker {on}")
-        return as_block(y)  # (the others have another one, of no cells)
+        return as_block(y)  # not the same on every worker: the others hold no cells
 
 
 def redistribute(x: GlobalTensor, to: Split | Layout, axes: Sequence[int | None] | None = None) -> GlobalTensor:
@@ -257,6 +258,12 @@ def redistribute(x: GlobalTensor, to: Split | Layout, axes: Sequence[int | None]
 def _split(
     context: Context, P: Partition, extents: Sequence[int], what: str, axes: Sequence[int | None] | None
 ) -> KnownLayout:
+    """Return the layout that splits a tensor of these extents evenly over a partition, along ``axes`` if given.
+
+    Args:
+        what: the function that a user has called, in errors.
+    Raises: TypeError or ValueError if ``axes`` or the partition does not fit the extents.
+    """
     if axes is not None:
         _check_axes(axes, what)
         if len(axes) != len(extents):
@@ -282,7 +289,10 @@ def _check_axes(axes: Any, what: str) -> None:
 
 
 def _along(context: Context, P: Partition, axes: Sequence[int | None], what: str) -> Partition:
-    """The workers of a partition that hold a tensor split along these axes: those at place 0 of the others."""
+    """Return the part of a partition that holds a tensor split along some axes: its workers at place 0 of the others.
+
+    Raises: TypeError if ``axes`` is no sequence of integers and None; ValueError if it names an axis twice or not of P.
+    """
     _check_axes(axes, what)
     named = [axis for axis in axes if axis is not None]
     count = P.workers.ndim
@@ -296,21 +306,25 @@ def _along(context: Context, P: Partition, axes: Sequence[int | None], what: str
 
 
 def _call(what: str, P: Partition, axes: Any) -> tuple[str, str]:
-    """What workers compare of a call before they tell each other of tensors, and what an error says of it."""
+    """Return the text of a call that workers compare before they tell each other of tensors, and its text in errors."""
     shown = f"{what} over {P}"
     if axes is not None:
         shown += f" with axes={tuple(axes) if _AXES(axes) else axes!r}"
-    return f"{shown} {crc32(P.workers.tobytes())}", shown  # (of many workers, the text has some)
+    return f"{shown} {crc32(P.workers.tobytes())}", shown  # the text of a large partition names only some workers
 
 
 def _begin(context: Context, what: str) -> None:
+    """Tell the communicator, for errors and the watch, which collective function begins."""
     context.comm.where = what
     if context.comm.watch is not None:
         context.comm.watch(what, context.everyone)
 
 
 def _worker(context: Context, needs: str, worker: Any) -> int:
-    """The number of a worker; True and False are none."""
+    """Return the number of a worker as an int.
+
+    Raises: TypeError if it is no integer, as True is none; ValueError if there is no such worker.
+    """
     last = len(context.everyone) - 1
     if isinstance(worker, bool) or not _WHOLE(worker):
         raise TypeError(f"{needs} to be a worker's number, from 0 to {last}; got {worker!r}")
@@ -320,7 +334,7 @@ def _worker(context: Context, needs: str, worker: Any) -> int:
 
 
 def value_of(block: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tensor:
-    """The whole tensor of blocks, on every worker, with memory of its own."""
+    """Gather the whole tensor of blocks on every worker, in memory of its own."""
     extents: Shape = layout.extents or (1,)
     owned = layout if layout.rulers else layout.lifted(1)
     y = moved_block(block.reshape(owned.local), owned, layout.context.everywhere(extents), name)
@@ -329,7 +343,10 @@ def value_of(block: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tenso
 
 
 class _Whole(Function):
-    """From blocks to the whole tensor, one variable of all workers: a block's gradient is cut from its gradient."""
+    """Gather blocks to the whole tensor on every worker. The gradient of a block is its slice of the whole gradient.
+
+    Every worker has the whole gradient, the same, so nothing is added up.
+    """
 
     @staticmethod
     def forward(ctx: Any, block: torch.Tensor, layout: KnownLayout) -> torch.Tensor:
@@ -345,7 +362,7 @@ class _Whole(Function):
 
 
 class _Alone(Function):
-    """From a block that is the whole tensor to a plain one, which the graph tells from other tensors of that worker."""
+    """Copy a block that is the whole tensor; :func:`ours_before` finds this node in the graph of the result."""
 
     @staticmethod
     def forward(ctx: Any, block: torch.Tensor) -> torch.Tensor:
@@ -359,7 +376,7 @@ class _Alone(Function):
 
 
 class _Cut(Function):
-    """From a tensor that every worker has to blocks."""
+    """Slice a tensor that every worker has to this worker's block: the adjoint of :class:`_Whole`."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, layout: KnownLayout) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Workers that get no cell of a tensor that has enough of them: one warning, where the tensor is split."""
+"""One warning, where a tensor is split, of workers that get no cell though the tensor has enough cells for all."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class _Warned(set[tuple[int, int]]):
 
 
 def warn_of_idle(name: str, layout: KnownLayout, axes: Sequence[int | None] | None = None, also: str = "") -> None:
-    """Warn on worker 0 if some workers get no cell of a tensor that has as many cells as workers.
+    """Warn on worker 0 if some workers get no cell of a tensor that has at least as many cells as there are workers.
 
-    That is for tensors that enter, once for each dim and number of workers along it. Inside of a model, tensors are
-    often smaller than their axes.
+    It warns once for each dim and number of workers along it. It is called where users split a tensor, not inside of a
+    model, where tensors are often smaller than the axes that split them.
 
     Args:
-        name: of what has split the tensor.
-        axes: which axis of the user's partition splits each dim; if not given, the one of the same number.
-        also: another cure, where dim 0 has too few cells.
+        name: the function that has split the tensor.
+        axes: for each dim, the axis of the user's partition that splits it; if not given, the axis of the same number.
+        also: another cure to name where dim 0 has too few cells.
     """
     context, extents, places = layout.context, layout.extents, layout.partition.workers.shape
     workers, busy = prod(places), prod(map(min, extents, places))

@@ -1,4 +1,4 @@
-"""Global tensors that are written into plain ones: ``torch.zeros(...).scatter_(1, labels, 1)``."""
+"""Writes of global tensors into plain ones, as in ``torch.zeros(...).scatter_(1, labels, 1)``."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ from distdl.tensors.connection import zeros_on
 def write(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, beside: Any, name: str | None = None
 ) -> Any:
-    """Call a function that writes global tensors into a plain tensor.
+    """Call a function that writes global tensors into a plain tensor, the target.
 
-    A parameter, a buffer of a model, or a part of these, is written on every worker. So is ``buffer.data``, which has
-    the gradient of what is written, as in torch, where the buffer itself has none. Any other becomes global, so that it
-    can be written: it is the same on every worker, so each keeps its box of it, and it lies as the largest of the
-    global tensors does. So does the tensor of which it is a part. What was computed from parameters
-    (``mask_token.repeat(...)``) keeps its graph. Into a part, and where it must not become global, numbers (global
-    tensors without dims) are written on every worker.
+    A target that is a parameter, a buffer of a model, or a view of one, is written whole on every worker. So is
+    ``buffer.data``, which then gets a graph, as in torch, while the buffer itself has none.
+
+    Any other target becomes global: it is the same on every worker, so each keeps its block, in the layout of the
+    largest global tensor. If the target is a view, its base becomes global, too. A target that was computed from
+    parameters, as by ``mask_token.repeat(...)``, keeps its graph. But if all global tensors are without dims and
+    gradients, a target that is a view, or must not become global, stays plain, and every worker writes all of it.
 
     Args:
         target: the argument that is written.
-        beside: what it is written with; the global tensors in it.
+        beside: the structure of values whose global tensors are written; it has one at least.
         name: of the function, in errors.
     Returns: what the function returns: most often the target.
-    Raises: RuntimeError if others would not see what is written: if it shares its memory with another tensor, or has a
-        gradient; and for a parameter or buffer, if what is written has one.
+    Raises: RuntimeError if the target must not become global: if it shares memory with another tensor, or requires a
+        gradient; and for a parameter or buffer, if the values that are written require one.
     """
     called = name or name_of(func)
     handler = TABLE.get(func, TABLE[None])
@@ -53,19 +54,20 @@ def write(
         if not why:
             return handler(func, args, kwargs)
         raise RuntimeError(
-            f"{called} would write what a global tensor says into a plain tensor, which is the same on every worker "
+            f"{called} would write values of a global tensor into a plain tensor, which is the same on every worker "
             f"and cannot become global, because {why}. Make the tensor global before, by torch.zeros_like(x) of a "
             f"global x or by distdl.distribute_tensor. {PRUNING}"
         )
     owner = target._base if type(target) is torch.Tensor and target._is_view() else target
-    copied = type(target) is Replica and not target.requires_grad  # (it is of the data of a parameter's copy)
+    copied = type(target) is Replica and not target.requires_grad  # the data of a replica of a parameter
     alias = copied or (type(owner) is torch.Tensor and not is_named(owner, _largest(beside)._context))
     if not alias:
         check_gradient((target, beside), called)
     made = _own_beside(plain_of(target).detach(), beside)
     given = tuple([made if one is target else one for one in args])
     y = handler(func, given, {key: made if one is target else one for key, one in kwargs.items()})
-    if alias and made.requires_grad and torch.is_grad_enabled():  # (it follows from what is written)
+    if alias and made.requires_grad and torch.is_grad_enabled():
+        # buffer.data has the gradient of the values that were written into it
         plain_of(target).copy_(entered(made.full_tensor(), made._context))
         for one in {id(target): target, id(owner): owner}.values():
             relabel(one, Replica, _context=made._context)
@@ -82,19 +84,25 @@ class Arguments:
 
 
 def _adopt(target: Any, beside: Any) -> str:
-    """Make a plain tensor global, and what it is a part of; gives why that must not be, or nothing if it is done."""
+    """Make a plain tensor global, and its base if it is a view.
+
+    Returns: why that must not be; empty if it is done.
+    """
     if type(target) is torch.Tensor and target._is_view() and _references_to_base(target) > _NO_OTHER:
         return _adopt_both(target, target._base, beside)
     why = why_not(target)
-    given = _largest(beside)._context.own(Arguments).given if why else ()
-    for one in given:  # (target.data of an argument is no view in torch)
+    # the data of an argument of an autograd function, which torch does not call a view of the argument
+    for one in _largest(beside)._context.own(Arguments).given if why else ():
         if type(target) is type(one) is torch.Tensor and target is not one and target.data_ptr() == one.data_ptr():
             return _adopt_both(target, one, beside, 1)
     return why or _become(target, _own_beside(target, beside))
 
 
 def _become(target: torch.Tensor, made: torch.Tensor) -> str:
-    """Let one tensor be another, under all of its names; gives why that must not be, or nothing if it is done."""
+    """Swap two tensors, so that every reference to the first one is to the second.
+
+    Returns: why that must not be; empty if it is done.
+    """
     try:
         with torch._C.DisableTorchFunctionSubclass():
             swap_tensors(target, made)
@@ -104,20 +112,21 @@ def _become(target: torch.Tensor, made: torch.Tensor) -> str:
 
 
 def _adopt_both(part: torch.Tensor, base: Any, beside: Any, others: int = 0) -> str:
-    """The same for a part of a plain tensor and this tensor, as in ``z[i] += x``, which writes into ``z[i]``.
+    """Make a plain tensor and a part of it global, as ``z[i] += x`` needs, which writes into ``z[i]``.
 
     Args:
-        others: how many other tensors may be in the memory.
+        others: how many other tensors may share the memory.
+    Returns: why that must not be; empty if it is done.
     """
     index = _index_of(part, base)
     if index is None or type(base) is not torch.Tensor or base.requires_grad or part.requires_grad:
         return "it is a view of a tensor that requires a gradient, or no z[i] of integers and slices"
     storage = base.untyped_storage()
-    # (one reference is the part's, one that of the tensor, one is ours)
+    # three references to the storage are those of the part, of the base, and ours
     if torch._C._storage_Use_Count(storage._cdata) > 3 + others or not storage.resizable():
         return "it shares its memory with others than the tensor of which it is a view"
     del storage
-    why = _become(part, torch.empty(0, device="cpu"))  # (as long as it is a view, the other one cannot become global)
+    why = _become(part, torch.empty(0, device="cpu"))  # the base cannot become global while it has a view
     if why:
         return why
     why = _become(base, _own_beside(base, beside))
@@ -125,7 +134,7 @@ def _adopt_both(part: torch.Tensor, base: Any, beside: Any, others: int = 0) -> 
 
 
 def _index_of(part: torch.Tensor, base: torch.Tensor) -> tuple[int | slice, ...] | None:
-    """The integers and slices that give a part of a contiguous tensor; None if none do."""
+    """Return the integers and slices that index a part in its contiguous base; None if no such index gives the part."""
     if part.dtype != base.dtype or part.is_conj() or part.is_neg() or not (part.numel() and base.is_contiguous()):
         return None
     offset, dims = int(part.storage_offset() - base.storage_offset()), list(zip(part.shape, part.stride(), strict=True))
@@ -141,21 +150,21 @@ def _index_of(part: torch.Tensor, base: torch.Tensor) -> tuple[int | slice, ...]
 
 
 def _are_numbers(values: Any) -> bool:
-    """Whether all global tensors in a structure are without dims and a gradient: every worker can have them whole."""
+    """Whether all global tensors in a structure are without dims, and none of them has a gradient."""
     recorded = torch.is_grad_enabled()
     found = [one for one in tensors_in(values) if type(one) is GlobalTensor]
     return all(not one.dim() and not (recorded and one.requires_grad) for one in found)
 
 
 def _own_beside(plain: torch.Tensor, beside: Any) -> GlobalTensor:
-    """The same as :func:`split_beside`, with memory of its own."""
+    """Make a plain tensor global as :func:`split_beside` does, in memory of its own."""
     made = split_beside(plain, beside)
     made._block = made._block.clone()
     return made
 
 
 def split_beside(plain: torch.Tensor, beside: Any) -> GlobalTensor:
-    """A tensor that is the same on every worker, as a global one: it lies as the largest of others does."""
+    """Make a replicated tensor global, in the layout of the largest global tensor among others. Nothing moves."""
     layout = _beside(_largest(beside)._layout, tuple(plain.shape))
     if not layout.active:
         return GlobalTensor._of(zeros_on(entered(plain, layout.context), layout.local), layout)
@@ -168,9 +177,10 @@ def _largest(beside: Any) -> GlobalTensor:
 
 
 def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that writes its results into tensors that are given: they are computed, and copied there.
+    """Call a function with ``out=``: compute its results, and copy them into the given tensors.
 
-    Raises: RuntimeError if one of these is of another shape or dtype than its result, or requires a gradient.
+    Raises: RuntimeError if one of these has another dtype than its result, or has cells and another shape, or if an
+        argument requires a gradient.
     """
     out = kwargs["out"]
     name = name_of(func)
@@ -207,51 +217,52 @@ TABLE["out"] = write_out
 
 
 def why_not(target: Any) -> str:
-    """Why a plain tensor must not become global; empty if it may."""
-    replica = type(target) is Replica and "_plain" in target.__dict__  # (and no tensor that has become a copy itself)
+    """Return why a plain tensor must not become global; empty if it may."""
+    replica = type(target) is Replica and "_plain" in target.__dict__  # not a plain tensor that was retyped in place
     if type(target) not in (torch.Tensor, Replica):
         return f"it is a {type(target).__name__}"
     if target.requires_grad and type(target) is torch.Tensor:
         return "it requires a gradient"
     if "_since" in target.__dict__:
-        return 'it is a weight in shares, which a forward may only read unless it is distributed with "replicated"'
+        return 'it is stored in shares, which a forward may only read unless it is distributed with "replicated"'
     with torch._C.DisableTorchFunctionSubclass():
         plain = target._plain if replica else target
         view = plain._is_view()
         if view and (replica or _references_to_base(plain) > _NO_OTHER):
             return "it is a view of another tensor"
         storage = plain.untyped_storage()
-    # (one reference is the tensor's, one that of the replica that it is or of what it is a view of, one is ours)
+    # references to the storage: the tensor's, ours, and one of the replica around it or of its base
     if torch._C._storage_Use_Count(storage._cdata) > 2 + replica + view or not storage.resizable():
         return "it shares its memory with another tensor or with an array"
     return ""
 
 
 def _references_to_base(view: torch.Tensor) -> int:
-    """How many references there are to what a tensor is a view of."""
+    """Return the number of references to the base of a view."""
     base = view._base
     return sys.getrefcount(base)
 
 
-_NO_OTHER = _references_to_base(torch.empty(1, device="cpu").view(1))  # (as of ``torch.zeros(6).view(2, 3)``)
+# the count for a base to which only its view refers, as in ``torch.zeros(6).view(2, 3)``
+_NO_OTHER = _references_to_base(torch.empty(1, device="cpu").view(1))
 
 
 def _beside(like: KnownLayout, extents: tuple[int, ...]) -> KnownLayout:
-    """How a tensor of a shape lies beside another: dims of equal extent are split alike."""
+    """Return a layout for a tensor of these extents: its dims are split as the dims of equal extent of another are."""
 
     def make() -> KnownLayout:
         context, workers = like.context, like.partition.workers
         dims = len(like.extents)
         if len(extents) == dims:
             return like.resized(extents)
-        pairs, first = [-1] * len(extents), 0  # for each dim, that of the other tensor with its extent, in their order
+        pairs, first = [-1] * len(extents), 0  # for each dim, the dim of ``like`` with its extent, in order; or -1
         for dim, n in enumerate(extents):
             match = next((k for k in range(first, dims) if like.extents[k] == n), None)
             if match is not None:
                 pairs[dim], first = match, match + 1
         places = [workers.shape[k] if k >= 0 else 1 for k in pairs]
         rest = [k for k in range(dims) if k not in pairs]
-        # (dims that it has not: their first place has it all)
+        # along dims of ``like`` that the tensor lacks, the workers at place 0 hold it
         kept = workers[tuple(0 if k in rest else slice(None) for k in range(dims))]
         intervals = [like.intervals[k] if k >= 0 else ((0, n),) for k, n in zip(pairs, extents, strict=True)]
         return context.layout(kept.reshape(places), intervals)

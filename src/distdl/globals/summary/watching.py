@@ -14,8 +14,8 @@ from torch.utils import swap_tensors
 
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.moving.writes_into_plain import why_not
-from distdl.globals.summary.results import GRADIENTS, Rehearsal, Row
 from distdl.globals.rules.fallback import Fallbacks
+from distdl.globals.summary.results import GRADIENTS, Rehearsal, Row
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import name_of, writes

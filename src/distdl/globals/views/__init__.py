@@ -1,1 +1,1 @@
-"""Which tensors share memory, and what was written."""
+"""Which global tensors would share memory in torch, their strides there, and what functions write in place."""

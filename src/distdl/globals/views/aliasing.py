@@ -1,4 +1,7 @@
-"""Which global tensors share cells in torch: views, and those whose cells had to move, so that here they do not."""
+"""Which global tensors share memory in torch: views, and copies of tensors that torch would view.
+
+A view whose cells have to move to other workers becomes a copy here.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ from distdl.globals.tensor.graph_state import note_requires
 
 
 class Memory:
-    """What a tensor and its views have in common: their cells.
+    """The memory of a tensor and its views.
 
-    Where the cells of a view have to move to other workers, the view is a copy with a memory of its own. The two form a
-    family, with all further copies of either. A write into one member makes what lies in the same places of the others
-    outdated, and using that is an error. Heads of attention need the places, not only the members: q, k and v are
-    parts of one tensor, all three are copied by ``rearrange``, and then ``q *= scale`` writes into one of them.
+    Where the cells of a view have to move to other workers, the view is a copy with a memory of its own. Both memories
+    form a family, with those of all further copies. A write into one member outdates the same places of the others, and
+    using an outdated tensor is an error. Heads of attention need places, not only members: q, k and v are parts of one
+    tensor, ``rearrange`` copies all three, and then ``q *= scale`` writes into one of them.
 
     Attributes:
-        family: weak references to all that would be the same memory in torch; None as long as there is no other.
+        family: weak references to all memories that would be one in torch; None while there is only this one.
         placed: whether the strides and offsets of the tensors here say where they lie in torch's memory.
-        fixed: why nothing may be written here, or nothing.
+        fixed: why nothing may be written here; empty if it may.
         buffers: those of the family that are buffers or parameters of a model; see :func:`note_settled`.
         writes: how many functions have written here.
         has_plain_views: whether a view was made without gradients.
@@ -33,28 +36,25 @@ class Memory:
         self.placed, self.fixed = True, ""
         self.buffers: list[Memory] = []
         self.writes, self.has_plain_views = 0, False
-        self._outdated: list[tuple[Region | None, str]] = []  # the places, or None for all, and why
+        self._outdated: list[tuple[Region | None, str]] = []  # regions, or None for all of it; and the error to raise
 
     def join(self, block: torch.Tensor, source: Memory, source_block: torch.Tensor) -> None:
         """Become a member of the family of a source, of which this is a copy.
 
         Args:
-            block, source_block: what lies here and in the source. Torch counts all writes into them, also those of
-                which nobody tells us (``x.to_local().zero_()``).
+            block, source_block: the blocks that lie here and in the source. Torch counts the writes into them, also
+                those that go past this library, as ``x.to_local().zero_()`` does.
         """
         if source.family is None:
             source.family = [weakref.ref(source)]
-            source._count(source_block)
+            source._watch(source_block)
         source.family[:] = [*(one for one in source.family if one() is not None), weakref.ref(self)]
         self.family = source.family
-        self._count(block)
+        self._watch(block)
 
     def check(self, x: GlobalTensor) -> None:
-        """Check that x, which lies here, has the values that it has in torch.
-
-        Raises: RuntimeError.
-        """
-        self._look()
+        """Raise RuntimeError if a write into another member has outdated x, which lies here."""
+        self._find_unnoted_writes()
         own = self._region_of(x) if self._outdated else None
         for region, why in self._outdated:
             if region is None or own is None or meet(own, region):
@@ -63,11 +63,11 @@ class Memory:
             self.family = None
 
     def written(self, x: GlobalTensor, name: str) -> None:
-        """Take note of a function that has written into x, which lies here."""
-        self._tell(self._region_of(x), name)
+        """Note that the function of this name has written into x, which lies here."""
+        self._outdate_others(self._region_of(x), name)
 
     def _region_of(self, x: GlobalTensor) -> Region | None:
-        """Where in torch's memory a tensor lies, as far as that is known."""
+        """Return the region of torch's memory in which x lies; None if its place is not known."""
         own = x.__dict__
         at = own.get("_strides", ()), own.get("_offset", 0)
         return Region.of(tuple(x.shape), *at, x.dtype.itemsize) if self.placed else None
@@ -75,21 +75,24 @@ class Memory:
     def _members(self) -> list[Memory]:
         return [one for ref in self.family or () if (one := ref()) is not None]
 
-    def _count(self, block: torch.Tensor) -> None:
-        """Count the writes into a block and its views from now on. The block itself may go."""
+    def _watch(self, block: torch.Tensor) -> None:
+        """Count the writes into a block and its views from now on, without keeping the block's cells."""
         with torch.inference_mode(block.is_inference()):  # a tensor that is made in inference mode has no counter
-            self._block = block.detach()
-            self._block.data = self._block.new_empty(0)  # (it shares the counter)
+            self._block = block.detach()  # shares the counter of the block, also once its data is another
+            self._block.data = self._block.new_empty(0)
         self._known = writes_of(self._block)
 
-    def _look(self) -> None:
-        """Find out which blocks have been written by functions that have not told us."""
+    def _find_unnoted_writes(self) -> None:
+        """Outdate the members beside each block that a function has written past this library."""
         for one in [one for one in self._members() if writes_of(one._block) != one._known]:
-            one._tell(None, "a function of a block (to_local) or of a buffer that was set to this tensor")
+            one._outdate_others(None, "a function of a block (to_local) or of a buffer that was set to this tensor")
 
-    def _tell(self, region: Region | None, name: str) -> None:
-        """Let the other members know what has been written here."""
-        why = _INTO_COPY  # (for the members that are older)
+    def _outdate_others(self, region: Region | None, name: str) -> None:
+        """Outdate a region of all other members; the whole of them if it is None.
+
+        The family lists its members by age. An older one is what this memory was copied from, and the error says so.
+        """
+        why = _INTO_COPY
         for one in self._members():
             one._known = writes_of(one._block)
             if one is self:
@@ -99,7 +102,7 @@ class Memory:
 
     def __del__(self) -> None:
         if self.family is not None:
-            self._look()
+            self._find_unnoted_writes()
 
 
 PRUNING = (
@@ -107,7 +110,7 @@ PRUNING = (
     "w = module.weight.full_tensor(); mask = prune.L1Unstructured(0.5).compute_mask(w, torch.ones_like(w)); "
     "prune.custom_from_mask(module, 'weight', mask)"
 )
-"""What users can do where a function of torch's writes into a view, which they cannot change."""
+"""What users can do where code of torch's, which they cannot change, writes into a view."""
 
 _INTO_COPY = (
     "{0} has written in place into what in torch would be a view of this tensor; its cells had moved to other workers, "
@@ -116,35 +119,37 @@ _INTO_COPY = (
 )
 _INTO_BASE = (
     "{0} has written in place into the tensor of which this one would be a view in torch, or into another view of it; "
-    "cells had moved to other workers before, so this one does not have the new values. Take it again after that, or "
-    "write into a clone"
+    "the cells of this one had moved to other workers, so it does not have the new values. Take the view again after "
+    "the write, or write into a clone"
 )
 _SCATTERED = (
-    "writes a tensor of which several elements lie in one place in torch; their cells had moved to other workers, and "
-    "others do not have the new values. Please clone() the tensor before"
+    "writes a tensor of which several elements lie in one place in torch; its cells had moved to other workers, so "
+    "elements of one place would differ. Please clone() the tensor before"
 )
 _SETTLED = (
-    "writes a tensor to which a buffer or a parameter of the model was set, which is whole on every worker and does "
-    "not have the new values. Write into the buffer, or set it to a clone() of the tensor"
+    "writes a tensor to which a buffer or a parameter of the model was set; the buffer is whole on every worker and "
+    "would not get the new values. Write into the buffer, or set it to a clone() of the tensor"
 )
 
 
 def writes_of(x: torch.Tensor) -> int:
-    """How often the memory of a plain tensor has been written; in inference mode, torch does not count."""
+    """Return how often the memory of a plain tensor was written; 0 in inference mode, where torch does not count."""
     return 0 if x.is_inference() else x._version
 
 
 def data_given(x: GlobalTensor) -> int:
-    """How often a tensor has been given other data (``p.data = ...``), of which torch takes no note."""
+    """Return how often ``x.data = ...`` has replaced the data of a tensor, which torch does not count."""
     given: int = x.__dict__.get("_given", 0)
     return given
 
 
 def note_given(x: GlobalTensor) -> None:
+    """Count that ``x.data = ...`` has replaced the data of x."""
     x.__dict__["_given"] = data_given(x) + 1
 
 
 def memory_of(x: GlobalTensor) -> Memory:
+    """Return the memory of x and its views, made at first use."""
     found: Memory | None = x.__dict__.get("_memory")
     if found is None:
         found = x._memory = Memory()
@@ -152,7 +157,7 @@ def memory_of(x: GlobalTensor) -> Memory:
 
 
 def note_copied(x: GlobalTensor, y: GlobalTensor, placed: bool = True) -> None:
-    """Take note that y, which in torch would be a view of x, has cells of its own, because they had to move.
+    """Note that y, which torch would make a view of x, is a copy, because its cells had to move.
 
     Args:
         placed: whether the strides and the offset of y say where in torch's memory it lies.
@@ -167,10 +172,10 @@ def note_copied(x: GlobalTensor, y: GlobalTensor, placed: bool = True) -> None:
 
 
 def note_settled(x: GlobalTensor, whole: torch.Tensor) -> None:
-    """Take note that a buffer or a parameter of a model has been set to x: in torch, they are one.
+    """Note that a buffer or a parameter of a model was set to x. In torch, both share memory; here x is read-only then.
 
     Args:
-        whole: the plain tensor that it has become.
+        whole: the plain tensor that the buffer or parameter has become.
     """
     source, own = memory_of(x), Memory()
     own.join(whole, source, x._block)
@@ -179,43 +184,44 @@ def note_settled(x: GlobalTensor, whole: torch.Tensor) -> None:
 
 
 def lies_alone(x: GlobalTensor) -> None:
-    """Take note that x has memory of its own from now on."""
+    """Note that x has new memory, which it shares with no other tensor."""
     x.__dict__.pop("_memory", None)
 
 
 def lies_with(x: GlobalTensor, y: GlobalTensor) -> None:
-    """Take note that x has the memory of y from now on."""
+    """Note that x lies in the memory of y from now on."""
     x._memory = memory_of(y)
 
 
 def note_view(x: GlobalTensor, y: GlobalTensor) -> None:
-    """Take note of a view of x."""
+    """Note that y is a view of x."""
     above = x.__dict__.get("_views_of", ())
     y._views_of = (weakref.ref(x), *(one for one in above if one() is not None))
     y._memory = memory_of(x)
 
 
-def _lies_in(x: GlobalTensor) -> list[GlobalTensor]:
-    """A tensor, what it is a view of, what that is a view of, and so on, of what is still there."""
-    above = [one() for one in x.__dict__.get("_views_of", ())]
-    return [x, *(one for one in above if one is not None)]
-
-
 def base_of(x: GlobalTensor) -> GlobalTensor | None:
-    """What a tensor is a view of, and what is no view itself, or has no graph; None if there is none."""
-    above = _lies_in(x)
-    base = next((one for one in above if not one._block._is_view()), above[-1])
+    """Return the tensor of which x is a view, directly or by further views; None if x is no view.
+
+    It is the first of them whose block is no view, or else the last one that still exists.
+    """
+    above = [one() for one in x.__dict__.get("_views_of", ())]
+    chain = [x, *(one for one in above if one is not None)]
+    base = next((one for one in chain if not one._block._is_view()), chain[-1])
     return None if base is x else base
 
 
-_OF_PART = "an assignment to a part"  # (of which the functions that write the part have taken note)
-_WRITE_EXPANDED = frozenset(["fill_", "zero_", "masked_fill_", _OF_PART, "fill_diagonal_"])
+_PART_ASSIGNMENT = "an assignment to a part"  # the functions that write the part note the write themselves
+_WRITE_EXPANDED = frozenset(["fill_", "zero_", "masked_fill_", _PART_ASSIGNMENT, "fill_diagonal_"])
 
 
 def check_written(x: GlobalTensor, name: str = "") -> None:
-    """Check that a tensor that a function is to write has each element in a place of its own, as far as torch looks.
+    """Raise torch's RuntimeError if a function would write a tensor that was expanded.
 
-    Raises: RuntimeError, as torch does; here on every worker, also on one whose block has not several in one place.
+    Torch sees this in a block only if the block has several elements in one place. Here every worker raises.
+
+    Args:
+        name: of the function; a few functions may write expanded tensors.
     """
     strides = () if name.removeprefix("_foreach_") in _WRITE_EXPANDED else x.__dict__.get("_strides", ())
     if 0 in strides and any(n > 1 and not step for n, step in zip(x.shape, strides, strict=True)) and x.numel():
@@ -226,7 +232,7 @@ def check_written(x: GlobalTensor, name: str = "") -> None:
 
 
 def write_back(x: GlobalTensor, y: GlobalTensor, name: str) -> GlobalTensor:
-    """Write into all of x what a function has made of it that writes into x in torch.
+    """Copy y into x, where y is the result of a function that writes into x in torch. Returns x.
 
     Raises: RuntimeError; see :func:`check_apart`.
     """
@@ -236,9 +242,9 @@ def write_back(x: GlobalTensor, y: GlobalTensor, name: str) -> GlobalTensor:
 
 
 def check_apart(x: GlobalTensor, name: str) -> None:
-    """Check that a function writes into no windows that overlap: torch's would read what it has written.
+    """Raise RuntimeError if x is made of windows that overlap, so that several of its elements lie in one place.
 
-    Raises: RuntimeError.
+    Torch's function would read elements that it has written before, so its result depends on the order.
     """
     strides = x.__dict__.get("_strides", ())
     if strides and 0 not in strides and overlaps_itself(tuple(x.shape), strides):
@@ -249,10 +255,9 @@ def check_apart(x: GlobalTensor, name: str) -> None:
 
 
 def note_written(x: GlobalTensor, name: str) -> None:
-    """Take note of a function that has written a global tensor in place (or may have: it returned its argument).
+    """Note that a function has written x in place, or has returned x and may have written it.
 
-    Raises: RuntimeError where torch refuses to write a tensor with several elements in one place. (It sees that in the
-        blocks in which there are several.)
+    Raises: RuntimeError if x may not be written: if it was expanded, or see ``Memory.fixed``.
     """
     note_requires(x)
     if "_strides" in x.__dict__:
@@ -260,7 +265,7 @@ def note_written(x: GlobalTensor, name: str) -> None:
     memory: Memory | None = x.__dict__.get("_memory")
     if memory is not None:
         memory.writes += 1
-        if name != _OF_PART and memory.family is not None:
+        if name != _PART_ASSIGNMENT and memory.family is not None:
             memory.written(x, name)
-        if name != _OF_PART and memory.fixed and x.numel():
+        if name != _PART_ASSIGNMENT and memory.fixed and x.numel():
             raise RuntimeError(f"{name} {memory.fixed}")

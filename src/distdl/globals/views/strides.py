@@ -1,10 +1,9 @@
-"""The strides that a whole tensor would have in torch: what it says of them, and whether torch would copy it.
+"""The strides that a whole tensor would have in torch, and where torch would copy because of them.
 
-No worker has the whole tensor, and a block tells nothing: one row of a slice is contiguous, the slice is not. What
-torch copies may be written in place without a change to what it was copied from. So views take note of their strides,
-which are those of a view of a tensor without memory, and what torch would copy is copied here. Functions of elements
-hand the order of dims on. The results of all other functions are taken to be contiguous: of convolutions, say, torch's
-choice differs between devices.
+No worker has the whole tensor, and a block tells nothing: one row of a slice is contiguous, the slice is not. A write
+into a copy must not change the tensor that was copied, so a copy has to be made where torch makes one. Each view notes
+its strides, which torch tells of the same view of a meta tensor. Element-wise functions hand the order of dims on. The
+results of all other functions are taken to be contiguous: of convolutions, say, torch's choice differs between devices.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from distdl.tensors.modes import uncounted
 
 
 class View(NamedTuple):
-    """How a view is taken: of a tensor without memory, and a key that tells it from other ways."""
+    """One way to take a view: a function that takes it of a meta tensor, and a key that tells it from other ways."""
 
     key: Hashable
     of: Callable[[torch.Tensor], torch.Tensor]
 
 
 def strides_of(x: GlobalTensor) -> Shape:
-    """Those of the whole tensor; none if it is contiguous."""
+    """Return the strides of the whole tensor; ``()`` means contiguous."""
     strides: Shape = x.__dict__.get("_strides", ())
     return strides
 
 
 def offset_of(x: GlobalTensor) -> int:
-    """How many elements lie before it in the memory that it would have."""
+    """Return how many elements would lie before the whole tensor in its memory."""
     offset: int = x.__dict__.get("_offset", 0)
     return offset
 
 
 def note_strides(x: GlobalTensor, y: GlobalTensor, view: View) -> None:
-    """Take note of those of a tensor that torch makes with the strides of a view of x."""
+    """Give y the strides and the offset that torch gives to this view of x."""
     before: Shape = x.__dict__.get("_strides", ())
 
     def after() -> tuple[Shape, int]:
@@ -58,7 +57,7 @@ def note_strides(x: GlobalTensor, y: GlobalTensor, view: View) -> None:
 
 
 def same_strides(x: GlobalTensor, y: GlobalTensor) -> None:
-    """Take note of those of a view of all of x."""
+    """Give y the strides and the offset of x, of which it is a view of all elements."""
     if "_strides" in x.__dict__:
         y._strides = x._strides
     if "_offset" in x.__dict__:
@@ -66,7 +65,7 @@ def same_strides(x: GlobalTensor, y: GlobalTensor) -> None:
 
 
 def whole_view(x: GlobalTensor, block: torch.Tensor) -> GlobalTensor:
-    """A view of all of x, whose block is given."""
+    """Return a view of all elements of x, made of the given block."""
     y = GlobalTensor._of(block, x._layout)
     note_view(x, y)
     same_strides(x, y)
@@ -74,9 +73,12 @@ def whole_view(x: GlobalTensor, block: torch.Tensor) -> GlobalTensor:
 
 
 def keep_order(operands: Sequence[Any], y: Any, function: Callable[..., Any]) -> None:
-    """Take note of those of what a function of elements makes, which may be several tensors: those of a sum.
+    """Give the results of an element-wise function the strides that a sum of its operands has in torch.
 
     Torch orders the dims as those of the first operand, and where that leaves it open, of the next. There are no gaps.
+
+    Args:
+        y: one result, or several.
     """
     given = [one for one in operands if isinstance(one, torch.Tensor)]
     if not any(map(_steps, given)) or any(one is y for one in given):
@@ -96,21 +98,21 @@ def keep_order(operands: Sequence[Any], y: Any, function: Callable[..., Any]) ->
 
 
 def _steps(x: torch.Tensor) -> Shape:
-    """The strides of a tensor, global or plain; none if it is contiguous."""
+    """Return the strides of a tensor, global or plain; ``()`` means contiguous."""
     return strides_of(x) if type(x) is GlobalTensor else strides_if(plain_of(x))
 
 
 def note_format(x: GlobalTensor, y: GlobalTensor, wanted: torch.memory_format) -> None:
-    """Take note of those of a new tensor in an order of memory."""
+    """Give y the strides of a new tensor like x in a memory format."""
     if wanted is not torch.contiguous_format:
         y._strides = x._context.keep(
             ("format", x.shape, strides_of(x), wanted),
-            lambda: strides_if(torch.empty_like(_whole(x), memory_format=wanted)),
+            lambda: strides_if(torch.empty_like(_on_meta(x), memory_format=wanted)),
         )
 
 
 def lies_in(x: GlobalTensor, wanted: torch.memory_format, function: Callable[..., Any]) -> bool:
-    """Whether torch's x lies in an order of memory, so that a function that gives it in this one returns x itself."""
+    """Whether x has a memory format already, so that torch's ``contiguous`` or ``to`` returns x itself."""
     strides = strides_of(x)
     name = "contiguous" if function.__name__ == "contiguous" else "to"
 
@@ -124,7 +126,7 @@ def lies_in(x: GlobalTensor, wanted: torch.memory_format, function: Callable[...
 
 
 def is_copied(x: GlobalTensor, shape: Shape) -> bool:
-    """Whether torch copies x to give it another shape."""
+    """Whether ``x.reshape(shape)`` is a copy in torch."""
     strides = strides_of(x)
 
     def try_it() -> bool:
@@ -138,18 +140,15 @@ def is_copied(x: GlobalTensor, shape: Shape) -> bool:
 
 
 def of_memory(x: GlobalTensor, name: str, *args: Any, **kwargs: Any) -> Any:
-    """What a method of the whole tensor gives that reads no cell, and may ask for strides.
-
-    Raises: what torch raises.
-    """
+    """Call a method of the whole tensor that reads its shape or strides and no value. Raises what torch raises."""
     if name == "storage_offset":
         return offset_of(x)
     with uncounted():
-        return getattr(_whole(x), name)(*args, **kwargs)
+        return getattr(_on_meta(x), name)(*args, **kwargs)
 
 
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory in the place of one."""
+def _on_meta(x: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor of the shape, strides and dtype of x."""
     if type(x) is GlobalTensor:
         return blank(x.shape, strides_of(x), x.dtype)
     plain = plain_of(x)
@@ -157,18 +156,21 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def blank(shape: Shape, strides: Shape, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a meta tensor; ``()`` for strides means contiguous."""
     if not strides:
         return torch.empty(shape, dtype=dtype, device="meta")
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def strides_if(whole: torch.Tensor) -> Shape:
-    """Those of a tensor; none if it is contiguous. (What torch says of dims of extent 1 is then not known.)"""
+    """Return the strides of a tensor that has all its elements; ``()`` if it is contiguous.
+
+    So the strides of a contiguous tensor along dims of extent 1 are not kept.
+    """
     return () if whole.is_contiguous() else whole.stride()
 
 
-_CONTIGUOUS = frozenset(
-    ["log_sigmoid", "mvlgamma", "special_multigammaln", "masked_fill"]
-)  # (that make no tensor like x)
+# element-wise functions whose results are contiguous whatever the strides of their operands
+_CONTIGUOUS = frozenset(["log_sigmoid", "mvlgamma", "special_multigammaln", "masked_fill"])
 
 METHODS["whole_view"] = whole_view

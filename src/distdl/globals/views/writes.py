@@ -1,4 +1,4 @@
-"""Which memory functions write in place."""
+"""Find out what a function that is not known has written in place."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from distdl.globals.views.aliasing import writes_of
 
 
 def memory_of(x: torch.Tensor) -> int:
-    """The address of the memory in which a tensor lies, or its block; 0 of one that has none, as a sparse one."""
+    """Return the address of the storage of a tensor, or of its block; 0 for one without storage, as a sparse one."""
     with torch._C.DisableTorchFunctionSubclass():
         plain = block_of(x) if type(x) is GlobalTensor else x
         return plain.untyped_storage()._cdata if torch._C._has_storage(plain) else 0
 
 
 class Writes:
-    """What memory a function has written that runs after this has been made.
+    """Tells which inputs a function has written. It is made before the function runs, and asked after.
 
-    Torch counts the writes of a tensor, but not those of running statistics, and none of a tensor made in inference
-    mode: there, values are compared. Nor does it count those of map_ and apply_: what a function returns, whose name
-    says that it writes, is taken for written.
+    Torch counts most writes of a tensor. It does not count those of running statistics, and none of a tensor made in
+    inference mode: there, values are compared. Nor does it count those of ``map_`` and ``apply_``: if the name of a
+    function says that it writes, the input that it returns is taken for written.
 
     Args:
-        function: of torch.
-        inputs: plain tensors, of which it is asked.
+        function: a function of torch.
+        inputs: the plain tensors that may be asked about.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
@@ -41,11 +41,11 @@ class Writes:
         self._values = {id(one): one.detach().clone() for one in compared}
 
     def returned(self, one: torch.Tensor) -> bool:
-        """Whether one of the inputs, which the function has returned, has been written."""
+        """Whether the function has written this input, which it has returned."""
         return self._named or self.into(one)
 
     def into(self, one: torch.Tensor) -> bool:
-        """Whether one of the inputs has been written."""
+        """Whether the function has written this input."""
         if writes_of(one) != self._before[id(one)]:
             return True
         before = self._values.get(id(one))
@@ -55,7 +55,12 @@ class Writes:
 def watched(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], memories: Set[int]
 ) -> tuple[Any, bool]:
-    """What a function gives, and whether it has written into tensors that lie in given memory."""
+    """Call a function, and find out whether it has written into one of some storages.
+
+    Args:
+        memories: the addresses of the storages.
+    Returns: the result, and whether it has written there, or has moved a tensor elsewhere by ``x.data = ...``.
+    """
     given = [(one, memory_of(one)) for one in tensors_in((args, kwargs))]
     given = [(one, memory) for one, memory in given if memory and memory in memories]
     if not given:
@@ -63,5 +68,4 @@ def watched(
     blocks = [own_of(one) for one, _ in given]
     writes = Writes(func, blocks)
     y = func(*args, **kwargs)
-    # (what is set as x.data lies elsewhere)
     return y, any(map(writes.into, blocks)) or any(memory_of(one) != memory for one, memory in given)
