@@ -1,4 +1,4 @@
-"""Functions of blocks, where the user knows that they are right for them."""
+"""``local_map``: a user's function of blocks as a function of global tensors."""
 
 from __future__ import annotations
 
@@ -32,30 +32,33 @@ from distdl.tensors.memory import without_memory
 
 @checks_arguments
 def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., Any]:
-    """The function of global tensors that applies a function to each worker's blocks. Differentiable.
+    """Turn a function of blocks into a function of global tensors. Differentiable; nothing moves.
 
-    Every worker calls it, and the function gets plain tensors: this worker's blocks, which are empty where it holds no
-    cells, and other tensors as they are. Nothing moves. A plain argument is the same everywhere, and its gradient is
-    added up over all workers, as that of a weight of a distributed model; a block of a distributed forward gets its
-    own, and outside of a forward such a block with a gradient is an error. What else the function takes from around it,
-    as a weight in a closure, gets this worker's part of the gradient: make it an argument. Whether blocks are what the
-    function needs (no neighbours, no sums over split dims), the caller knows; and that a result depends on the same
-    arguments in every call with given layouts, or a backward ends in an error. (On a worker without cells, it may
-    depend on fewer, but in a checkpoint, and for second derivatives.) If the function raises on some workers only, all
-    of them raise a CommunicationError that says so, sooner or later.
+    Every worker calls the result. The function gets plain tensors: this worker's block of each global tensor, which is
+    empty on a worker that holds no cells, and other tensors as they are. The caller has to know that
+
+    - blocks are enough: the function needs no neighbours, and no sums over split dims;
+    - a result depends on the same arguments in every call with given layouts, or a backward ends in an error. On a
+      worker without cells it may depend on fewer, but not in a checkpoint, nor for second derivatives;
+    - a tensor that is no argument, as a weight in a closure, gets only this worker's part of its gradient.
+
+    A plain argument is the same on every worker, and its gradient is added up over all of them, as that of a weight of
+    a distributed model is. A block of a distributed forward gets its own gradient; outside of a forward, a block that
+    requires one is an error. If the function raises on some workers only, all of them raise a CommunicationError that
+    says so, sooner or later.
 
     Args:
-        function: of the arguments.
-        out: where the results lie. ``"same"``: as the first global argument does. A layout. A partition: the blocks
+        function: takes and returns plain tensors: one, or a tuple or list of them.
+        out: the layout of the results. ``"same"``: that of the first global argument. A layout. A partition: the blocks
             tile a tensor over it, of sizes that the workers tell each other once for each combination of layouts,
             dtypes and arguments that require a gradient. Or a function from the layouts of the global arguments to
             one of these; for several results, a tuple of them.
-    Raises: TypeError for another ``out``, also of a function; ValueError if a block has another shape than its layout
-        says, or another dtype than others, or is no tensor, or a global or sparse one, or stands in a structure other
-        than one tuple or list, or is an object that is no number, text or constant of torch, for results of another
-        number than places, or than on other workers, and for arguments that require a gradient on some workers only;
-        CommunicationError if the workers differ in ``out``: the same on every worker in the first call with given
-        layouts, dtypes and arguments that require a gradient.
+    Raises: TypeError for another ``out``, or if a function in ``out`` returns another. In a call, on every worker:
+        ValueError if a result is a global or sparse tensor, an object that is no number, text or constant of torch, or
+        tensors in a further structure; if its block has another shape than its layout says; if there are more or fewer
+        results than places in ``out``; and if workers differ in the number of results, in which of them are tensors,
+        in their dtypes, or in which arguments require a gradient. CommunicationError if workers differ in ``out``. They
+        compare all this in the first call with given layouts, dtypes and arguments that require a gradient.
     """
     for place in out if isinstance(out, (tuple, list)) else (out,):
         if not (is_place(place) or callable(place)):
@@ -71,14 +74,14 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         context = found[0]._context if found else None
         inputs: list[torch.Tensor] = []
         curved: list[bool] = []
-        blocks: list[_Block] = []
+        blocks: list[_Argument] = []
 
         def plain(one: torch.Tensor) -> torch.Tensor:
             if type(one) is GlobalTensor:
-                blocks.append(_Block.of(one))
+                blocks.append(_Argument.of(one))
                 one = blocks[-1].given
             elif context is None or type(one) is Block or is_on_blocks():
-                one = plain_of(current(one))  # (of a block, each worker has its own gradient)
+                one = plain_of(current(one))  # each worker has its own gradient of a block
             else:
                 check_no_block(one)
                 one = entered(current(one), context)
@@ -88,7 +91,7 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
             return one
 
         given, named = map_tensors((args, kwargs), plain)
-        edges = [] if context is None else list(map(edge_of, inputs))  # (the function may write into them)
+        edges = [] if context is None else list(map(edge_of, inputs))  # before the function may write into the inputs
         try:
             with on_blocks():
                 y = map_tensors(function(*given, **named), plain_of)
@@ -103,7 +106,7 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         layouts, kinds = tuple(one._layout for one in found), tuple(one.dtype for one in found)
 
         def shapes_on(worker: int) -> list[Shape | None]:
-            """Of the results of another worker that is not there."""
+            """Return the shapes of the results of another worker, in a rehearsal."""
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 given, named = map_tensors((args, kwargs), partial(_without_values, worker=worker))
                 y = function(*given, **named)
@@ -126,12 +129,12 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
     return mapped
 
 
-class _Block(NamedTuple):
-    """What a function gets for a global tensor: the block, or outside of the partition zeros in its place.
+class _Argument(NamedTuple):
+    """A global argument, and the plain tensor that the function gets for it.
 
     Attributes:
-        given: to the function.
-        node, requires_grad, version: those that it had before.
+        given: the block; outside of the partition, a tensor without cells that has the block's number of dims.
+        node, requires_grad, version: the state of this tensor before the function runs.
     """
 
     of_tensor: GlobalTensor
@@ -141,15 +144,15 @@ class _Block(NamedTuple):
     version: int
 
     @staticmethod
-    def of(x: GlobalTensor) -> _Block:
+    def of(x: GlobalTensor) -> _Argument:
         given = block_of(x)
         if not x._layout.active:
-            with torch.inference_mode(given.is_inference()):  # (in any mode, as a block is what it is)
+            with torch.inference_mode(given.is_inference()):
                 given = zeros_on(given, _block_shape(x._layout, x._context.me))
-        return _Block(x, given, given.grad_fn, given.requires_grad, _version(given))
+        return _Argument(x, given, given.grad_fn, given.requires_grad, _version(given))
 
     def settle(self) -> None:
-        """Let the global tensor be what the function has made of what it got: written, cut off its graph, or a leaf."""
+        """Do to the global tensor what the function did in place to the plain one: write, detach, or require_grad."""
         x, node, wants = self.of_tensor, self.given.grad_fn, self.given.requires_grad
         if node is None and (self.node is not None or wants is not self.requires_grad):
             if not (wants and x._block.is_leaf):
@@ -158,7 +161,7 @@ class _Block(NamedTuple):
         if x._layout.active:
             return
         block = x._block
-        if node is not None and node is not self.node:  # (it follows from what was written)
+        if node is not None and node is not self.node:  # it was written, and has a new history
             with torch.inference_mode(block.is_inference()):
                 block.add_(zeros_on(self.given, block.shape))
         elif _version(self.given) != self.version and not block.is_inference():
@@ -170,14 +173,14 @@ def _version(one: torch.Tensor) -> int:
 
 
 def _without_values(one: torch.Tensor, worker: int) -> torch.Tensor:
-    """What another worker would have, without memory."""
+    """Return a meta tensor in the place of the plain tensor that another worker would have."""
     if type(one) is not GlobalTensor:
         return without_memory(plain_of(one))
     return torch.empty(_block_shape(one._layout, worker), dtype=one.dtype, device="meta")
 
 
 def _block_shape(layout: KnownLayout, worker: int) -> Shape:
-    """Of a worker's block; outside the partition it has no cells, and the first worker's extents along other dims."""
+    """Return the shape of a worker's block; outside the partition, that of the first worker with extent 0 in dim 0."""
     if worker in layout.partition:
         return layout.shapes[worker]
     return (0, *layout.shapes[int(layout.partition.workers.flat[0])][1:])

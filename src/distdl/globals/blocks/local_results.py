@@ -1,10 +1,9 @@
-"""Where results of functions of blocks lie, and on which arguments they depend: the workers tell each other once."""
+"""Layouts of the results of functions of blocks, and arguments on which they depend: workers tell each other once."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from types import MethodType
 from typing import Any
 from weakref import ref
@@ -26,16 +25,17 @@ from distdl.tensors.connection import zeros_on
 
 
 def is_place(value: Any) -> bool:
+    """Whether a value says where a result lies: ``"same"``, a layout or a partition."""
     return value == "same" if isinstance(value, str) else isinstance(value, (Layout, Partition))
 
 
-def _asked(place: Any, layouts: Sequence[KnownLayout]) -> Any:
-    """A place; of a function, what it gives for the layouts of the arguments."""
+def _place_for(place: Any, layouts: Sequence[KnownLayout]) -> Any:
+    """Return a place as it is; if it is a function, its value for the layouts of the arguments."""
     return place(*layouts) if callable(place) and not is_place(place) else place
 
 
-def _odd(y: Any) -> str:
-    """What no result may be, if it is that: a tensor that is no block, a structure with tensors, or another object."""
+def _unfit(y: Any) -> str:
+    """Return what a result is if it may not be one: no plain dense tensor, number, text or constant. Else empty."""
     if not isinstance(y, torch.Tensor):
         opaque = opaque_in(y)
         if opaque is not None:
@@ -47,6 +47,7 @@ def _odd(y: Any) -> str:
 
 
 def shapes_of(ys: Sequence[Any]) -> list[Shape | None]:
+    """Return the shapes of results; None for one that is no tensor."""
     return [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in ys]
 
 
@@ -60,23 +61,35 @@ def layouts_of(
     needed: Callable[[Any], list[int]],
     shapes_on: Callable[[int], list[Shape | None]],
 ) -> list[tuple[KnownLayout | None, Sequence[int], bool]]:
-    """Where results lie, and on which arguments they have to depend that this worker's do not depend on by themselves.
+    """Return for each result its layout, the arguments to connect it to, and whether it requires a gradient anywhere.
 
-    And whether they require a gradient on any worker, also of something else that the function takes from around it.
-    The workers compare the shapes of their blocks once, and then their dtypes, and what they depend on, too.
+    A result has to be connected to the arguments on which it depends on other workers, but not on this one. In the
+    first call of a case, the workers tell each other the shapes and dtypes of their results, and on what they depend.
+
+    Args:
+        out: as of ``local_map``.
+        case: of the arguments: the layouts and dtypes of global ones, and whether each tensor requires a gradient.
+        form: the structure of the results, in words.
+        ys: the results of the function on this worker.
+        needed: returns the arguments on which a result depends here.
+        shapes_on: returns the shapes of results on another worker, in a rehearsal.
+    Returns: for a result that is no tensor, None as layout.
+    Raises: on every worker, as ``local_map`` says.
     """
     if context.stands_for_torch:
         return [(None if shape is None else context.whole(shape), (), False) for shape in shapes_of(ys)]
     layouts, _, curved = case
-    out = _asked(out, layouts)
-    places = [_asked(place, layouts) for place in (out if isinstance(out, (tuple, list)) else [out])]
+    out = _place_for(out, layouts)
+    places = [_place_for(place, layouts) for place in (out if isinstance(out, (tuple, list)) else [out])]
     mine, tokens = shapes_of(ys), tuple(map(_token, places))
-    odd = next(filter(None, map(_odd, ys)), "")
+    odd = next(filter(None, map(_unfit, ys)), "")
     if odd:
         form += f" with {odd}"
 
     def tell() -> tuple[list[list[Shape | None]], list[list[int]], list[list[int]], list[bool]]:
-        """The shapes on each worker; for each result, arguments, those it lacks here, and if it requires a gradient."""
+        """Tell the others. Returns the shapes on each worker; for each result, the arguments on which it depends on any
+        worker, those on which it does not depend here, and whether it requires a gradient on any worker.
+        """
         own_needs = list(map(needed, ys))
         required = [isinstance(one, torch.Tensor) and one.requires_grad for one in ys]
         if context.comm.imagined:
@@ -98,7 +111,7 @@ def layouts_of(
         lacks = [[each for each in every if each not in own] for every, own in zip(needs, own_needs, strict=True)]
         return list(every_shapes), needs, lacks, list(map(any, zip(*every_required, strict=True)))
 
-    told, needs, lacks, required = context.keep_told(("local_map", _Same(function), case, tokens), tell)
+    told, needs, lacks, required = context.keep_told(("local_map", _ByIdentity(function), case, tokens), tell)
     if not isinstance(out, (tuple, list)):
         places *= len(ys)
     wrong = [place for place in places if not is_place(place)]
@@ -132,22 +145,23 @@ def layouts_of(
         for worker, shape in enumerate(given):
             _check(layout, worker, shape, function)
         _check(layout, context.me, own_now, function)
-        # (what has no graph may have lost it in this call, as where a branch looks at the numbers)
+        # a result may have lost its graph in this call alone, as where a branch looks at values
         found.append((layout, lacks[number] if ys[number].requires_grad else needs[number], required[number]))
     return found
 
 
 def edge_of(one: torch.Tensor) -> GradientEdge:
+    """Return the gradient edge of a tensor of any class."""
     with torch._C.DisableTorchFunctionSubclass():
         return get_gradient_edge(one)
 
 
 def needed_of(y: Any, edges: list[GradientEdge], inputs: list[torch.Tensor]) -> list[int]:
-    """The arguments on which a result depends in autograd's graph: their places among those that require a gradient.
+    """Return the places of the arguments on which a result depends in the autograd graph.
 
     Args:
-        edges: of the arguments, before the function was called.
-        inputs: the arguments. What the function has written into one stands behind what it was, and what was written.
+        edges: the gradient edges of the arguments that require a gradient, before the call of the function.
+        inputs: these arguments after the call. If it has written one, that has another edge, and counts for its place.
     """
     if not (isinstance(y, torch.Tensor) and y.requires_grad and edges):
         return []
@@ -157,7 +171,7 @@ def needed_of(y: Any, edges: list[GradientEdge], inputs: list[torch.Tensor]) -> 
     seen: set[Any] = set()
     rest: deque[Any] = deque([tuple(edge_of(y)[:2])])
     while rest and found != every:
-        here = rest.popleft()  # (the nearest first)
+        here = rest.popleft()
         found.update(at[here] for at in (places, now) if here in at)
         if here not in places and here[0] not in seen:
             seen.add(here[0])
@@ -166,50 +180,46 @@ def needed_of(y: Any, edges: list[GradientEdge], inputs: list[torch.Tensor]) -> 
 
 
 def _on_any_worker(needs: Sequence[Sequence[int]], required: Sequence[bool], count: int) -> list[int]:
-    """The arguments on which a result depends on any worker.
+    """Return the arguments on which a result depends on any worker.
 
-    Where on some workers it depends on none, but on what the function takes from around it, and on others not, these
-    are all arguments: that may follow from them, and then the others have to take part in its backward.
+    On a worker where it requires a gradient, but depends on no argument, the function used a tensor from around it. If
+    that is so on some workers only, all arguments are returned: the tensor may have been computed from any of them, and
+    then all workers have to take part in its backward.
 
     Args:
-        needs: those on which it depends on each worker.
-        required: whether it requires a gradient there.
-        count: how many there are.
+        needs: for each worker, the arguments on which the result depends there.
+        required: for each worker, whether the result requires a gradient there.
+        count: the number of arguments.
     """
     found = sorted({each for own in needs for each in own})
     around = [flag and not own for own, flag in zip(needs, required, strict=True)]
     return list(range(count)) if any(around) and (found or not all(required)) else found
 
 
-class _Same:
-    """Equals that of the same function, and does not keep it: one that a forward makes may hold activations.
+class _ByIdentity:
+    """A key that equals that of the same function, not of an equal one, whose lifetime may differ between workers.
 
-    (Not that of an equal function: workers may not agree on whether that is still there. What cannot be referred to
-    weakly, as some objects of C and those with slots, is kept.)
+    It does not keep the function, which may hold activations, unless this is an object without weak references.
     """
 
     def __init__(self, function: Any) -> None:
         parts = (function.__self__, function.__func__) if isinstance(function, MethodType) else (function,)
         self._ids = tuple(map(id, parts))
-        self._parts = tuple(ref(one) if type(one).__weakrefoffset__ else partial(_itself, one) for one in parts)
+        self._parts = tuple(ref(one) if type(one).__weakrefoffset__ else lambda one=one: one for one in parts)
 
     def __hash__(self) -> int:
         return hash(self._ids)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._ids == other._ids and self._is_there and other._is_there
+        return isinstance(other, _ByIdentity) and self._ids == other._ids and self._is_there and other._is_there
 
     @property
     def _is_there(self) -> bool:
         return all(part() is not None for part in self._parts)
 
 
-def _itself(function: Any) -> Any:
-    return function
-
-
 def _token(place: Any) -> Hashable:
-    """What tells a place from others: the same on every worker."""
+    """Return a key of a place that is the same on every worker."""
     if isinstance(place, Layout):
         return _token(place.partition), place.intervals
     return (place.workers.shape, place.workers.tobytes()) if isinstance(place, Partition) else brief(place)
@@ -220,6 +230,7 @@ def _shown(place: Any) -> str:
 
 
 def _tiled(context: Context, P: Partition, shapes: Sequence[Shape], function: Any) -> KnownLayout:
+    """Return the layout over P of blocks of these shapes. Raises ValueError if they have too few dims, or no grid."""
     gave = {worker: shapes[worker] for worker in P.workers.ravel().tolist()}
     ranks = {len(shape) for shape in gave.values()}
     if len(ranks) > 1 or min(ranks) < P.workers.ndim:
@@ -232,7 +243,7 @@ def _tiled(context: Context, P: Partition, shapes: Sequence[Shape], function: An
 
 
 def _check_one(rule: str, told: Sequence[str | None], function: Any, did: str = "gave") -> None:
-    """Check that all workers that have something have the same."""
+    """Raise ValueError if two workers have told different texts. A worker that has none tells None."""
     first = next((worker for worker, own in enumerate(told) if own is not None), 0)
     other = next((worker for worker, own in enumerate(told) if own not in (None, told[first])), None)
     if other is not None:
@@ -243,11 +254,10 @@ def _check_one(rule: str, told: Sequence[str | None], function: Any, did: str = 
 
 
 def _all_given(shapes: Sequence[Shape | None], me: int, function: Any) -> list[Shape]:
-    """The shapes of a result, which is a tensor on every worker.
+    """Return the shapes. Raises ValueError if one is None: then the result is a tensor on some workers only.
 
     Args:
-        shapes: of the workers' results when they told each other, and of this worker's now.
-    Raises: ValueError where it is no tensor.
+        shapes: those of the result that the workers have told, and that of this worker now.
     """
     given = [shape for shape in shapes if shape is not None]
     if len(given) < len(shapes):
@@ -260,6 +270,7 @@ def _all_given(shapes: Sequence[Shape | None], me: int, function: Any) -> list[S
 
 
 def _check(layout: KnownLayout, worker: int, shape: Shape, function: Any) -> None:
+    """Raise ValueError if the block of a worker of the layout has another shape than it says."""
     if worker not in layout.partition:
         return
     expected = layout.shapes[worker]
@@ -272,15 +283,17 @@ def _check(layout: KnownLayout, worker: int, shape: Shape, function: Any) -> Non
 
 
 def global_of(y: Any, layout: KnownLayout | None, others: Sequence[torch.Tensor], requires_grad: bool) -> Any:
-    """The global tensor of a block, which depends on others in the autograd graph, too.
+    """Return the global tensor of a block, connected to others in the autograd graph.
 
     Args:
-        requires_grad: whether it requires a gradient on any worker.
+        y: the block; a value that is no tensor, without a layout, is returned as it is.
+        others: the tensors to connect it to.
+        requires_grad: whether the result requires a gradient on any worker.
     """
     if layout is None:
         return y
     if not layout.active:
-        with torch.inference_mode(y.is_inference()):  # (in any mode, as for a block)
+        with torch.inference_mode(y.is_inference()):
             y = zeros_on(y, layout.local)
     if torch.is_grad_enabled() and (y.is_floating_point() or y.is_complex()):
         for other in others:

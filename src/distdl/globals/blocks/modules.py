@@ -1,4 +1,4 @@
-"""Modules of ``distdl.nn`` that are called with global tensors: they get blocks, and global tensors come out."""
+"""Call modules of ``distdl.nn`` with global tensors: they compute on blocks, and the results become global."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from distdl.partition.groups import IntArray
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on
 
-# their results overlap, or are parts of sums
+# modules whose results overlap, or are partial sums
 _OF_BLOCKS = (
     nn.Broadcast, nn.SumReduce, nn.AllSumReduce, nn.AllGather, nn.ReduceScatter, nn.HaloExchange, nn.Interpolate,
 )  # fmt: skip
-_OF_ROWS = (nn.DistributedLinear,)  # (which may have more dims than P_x has axes, in front of the features)
+# modules whose tensors may have more dims than P_x has axes, in front of the features
+_OF_ROWS = (nn.DistributedLinear,)
 _OF_CLASSES = (nn.DistributedNLLLoss, nn.DistributedCrossEntropyLoss)
 
 
 def call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a module with this worker's blocks of global tensors, over its ``P_x``, and make its result global.
 
-    Where a tensor lies in another way, it is redistributed. The result lies over ``P_y``, or ``P_x`` where there is
-    none; a loss on the first worker of ``P_x``.
+    Tensors in another layout are redistributed. The result lies over ``P_y``, or ``P_x`` if the module has no ``P_y``;
+    a loss on the first worker of ``P_x``.
 
-    Raises: TypeError for a module whose results are no blocks of a tensor; ValueError for one of another world.
+    Raises: TypeError for a module whose results do not tile a tensor; ValueError for a module of another world, or a
+        tensor whose dims do not fit ``P_x``.
     """
     kind = type(module).__name__
     check_unmixed(kind, map(type, (*args, *kwargs.values())))
@@ -44,7 +46,7 @@ def call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
             f"{kind} works on blocks, and its results do not tile a tensor: call it with x.to_local(), or use "
             f"distdl.local_map. A global tensor moves by x.redistribute(P)"
         )
-    if not hasattr(module, "P_x"):  # (what it is made of takes them)
+    if not hasattr(module, "P_x"):  # its submodules take the global tensors
         return call(*args, **kwargs)
     args, kwargs = _by_place(module, args, kwargs)
     P_x: Partition = module.P_x
@@ -60,17 +62,17 @@ def call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
     if layout.partition.workers.tolist() != workers.tolist():
         layout = context.balanced(workers, first.shape)
     places = [
-        None if not isinstance(one, torch.Tensor) else layout if one is first else _place(module, one, layout)
+        None if not isinstance(one, torch.Tensor) else layout if one is first else _layout_for(module, one, layout)
         for one in args
     ]
     blocks = [one if at is None else part_of(one, at, kind) for one, at in zip(args, places, strict=True)]
     with on_blocks():
         y = call(*blocks, **kwargs)
-    return _global(context, module, tuple(places), y)
+    return _global_result(context, module, tuple(places), y)
 
 
 def _by_place(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments of a module, with those by place that were passed by name."""
+    """Return the arguments of a module's forward, by place as far as that is possible."""
     if not kwargs:
         return args, kwargs
     try:
@@ -81,13 +83,15 @@ def _by_place(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 def _with_dims(P: Partition, dims: int) -> IntArray:
-    """The workers of a partition with an axis for each dim of rows: one more for each in front of the features."""
+    """Return the workers of a partition with one axis for each of ``dims``: new axes stand in front of the last one."""
     *batch, features = P.workers.shape
     return P.workers.reshape(*batch, *[1] * (dims - len(batch) - 1), features)
 
 
-def _place(module: torch.nn.Module, one: torch.Tensor, first: KnownLayout) -> KnownLayout:
-    """Where a module takes an argument, given where it takes the first. Targets of classes are not split by class."""
+def _layout_for(module: torch.nn.Module, one: torch.Tensor, first: KnownLayout) -> KnownLayout:
+    """Return the layout in which a module takes an argument: that of the first one, but targets of a loss of classes
+    are not split by class.
+    """
     if not isinstance(module, _OF_CLASSES) or len(first.rulers) < 2:
         return first
     context, workers = first.context, first.partition.workers
@@ -97,22 +101,27 @@ def _place(module: torch.nn.Module, one: torch.Tensor, first: KnownLayout) -> Kn
     return context.layout(workers[:, :1], [batch, ((0, first.extents[1]),), *space])
 
 
-def _global(context: Context, module: torch.nn.Module, places: tuple[Any, ...], y: Any) -> Any:
-    """The result. Where its blocks lie, the workers tell each other once for each way in which the arguments lay."""
-    if isinstance(y, tuple):  # (values and their indices)
-        return tuple(_global(context, module, (*places, number), one) for number, one in enumerate(y))
+def _global_result(context: Context, module: torch.nn.Module, places: tuple[Any, ...], y: Any) -> Any:
+    """Return the global result of a block. The workers tell each other its shapes once for each ``places``.
+
+    Args:
+        places: the layouts of the arguments; None for one that is no tensor.
+    """
+    if isinstance(y, tuple):
+        return tuple(_global_result(context, module, (*places, number), one) for number, one in enumerate(y))
     kept: WeakKeyDictionary[torch.nn.Module, dict[Any, Any]] = context.keep_told(("modules",), WeakKeyDictionary)
     known = kept.setdefault(module, {})
     if places not in known:
         told = gather_values(context.comm, context.everyone, type(module).__name__, tuple(y.shape))
-        known[places] = _result(context, module, told)
+        known[places] = _result_layout(context, module, told)
     layout = known[places]
-    if context.me not in layout.partition and y.shape != layout.local:  # (what comes out as it went in stays the same)
+    if context.me not in layout.partition and y.shape != layout.local:
         y = zeros_on(y, layout.local)
     return GlobalTensor._of(y, layout)
 
 
-def _result(context: Context, module: Any, shapes: list[Any]) -> KnownLayout:
+def _result_layout(context: Context, module: Any, shapes: list[Any]) -> KnownLayout:
+    """Return the layout of a module's result, of which each worker has a block of the given shape."""
     P: Partition = getattr(module, "P_y", None) or module.P_x
     worker = int(P.workers.flat[0])
     rank = len(shapes[worker])

@@ -1,4 +1,4 @@
-"""Functions of a user's own: how they enter the table."""
+"""``register``: users give functions a handler of global tensors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from distdl.partition import dims
 
 
 def register(function: Any, handler: Handler | str | None = None) -> Any:
-    """Say what a function does to global tensors. Every worker says it, before it is called.
+    """Say what a function does with global tensors. Every worker has to say it, before it calls the function.
 
     Args:
-        function: a function of torch, or of a library that passes tensor subclasses on as torch does
-            (``torch.overrides``); or a subclass of ``torch.autograd.Function``, but not those derived from it in turn.
-        handler: ``handler(function, args, kwargs)``, which is called in its place where an argument is a global tensor,
-            on every worker. Or ``"elementwise"``: the function computes each element by itself, so it is applied to
-            blocks. (Of a block without cells, its result has to depend on the same arguments.) Without a handler, this
-            is a decorator of one.
+        function: a function of torch, or of a library that dispatches on tensor subclasses as torch does
+            (``torch.overrides``); or a subclass of ``torch.autograd.Function``. Classes derived from it do not count.
+        handler: ``handler(function, args, kwargs)``, which every worker calls in place of the function if an argument
+            is a global tensor. Or ``"elementwise"``: the function computes each element by itself, so it is applied to
+            blocks; for a block without cells, its result has to depend on the same arguments. Without a handler,
+            ``register`` returns a decorator of one.
     Returns: the handler.
     Raises: TypeError for another function or handler.
     """
@@ -42,9 +42,9 @@ def register(function: Any, handler: Handler | str | None = None) -> Any:
 
 
 def _register_class(function: Any, handler: Handler | str) -> None:
-    """Let ``function.apply`` look for global tensors among its arguments. Classes derived from it are others."""
+    """Replace ``function.apply`` by one that looks for global tensors; not that of classes derived from it."""
     if "_apply_of_its_own" not in vars(function):
-        function._apply_of_its_own = vars(function).get("apply")  # (as a rule, it has only torch's)
+        function._apply_of_its_own = vars(function).get("apply")  # mostly None: the class inherits torch's
     own = vars(function)["_apply_of_its_own"]
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,9 @@ def _register_class(function: Any, handler: Handler | str) -> None:
 
 
 def _elements(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if any(_has_global(one) for one in (*args, *kwargs.values()) if isinstance(one, (tuple, list, dict))):
+    """Apply a registered element-wise function to blocks. Raises TypeError for global tensors in a structure."""
+    structures = [one for one in (*args, *kwargs.values()) if isinstance(one, (tuple, list, dict))]
+    if GlobalTensor in map(type, tensors_in(structures)):
         raise TypeError(
             f"{name_of(function)} is registered as elementwise, but got global tensors in a structure; "
             "distdl.register(function, handler) says what functions of such arguments do"
@@ -72,14 +74,10 @@ def _elements(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return _checked(function, elementwise(function, args, kwargs))
 
 
-def _has_global(structure: Any) -> bool:
-    return GlobalTensor in map(type, tensors_in(structure))
-
-
 def _checked(function: Any, y: Any) -> Any:
-    """The result of a function of elements.
+    """Return the result of an element-wise function.
 
-    Raises: ValueError if it is none, as its block shows; TypeError for an object, in which blocks would go unseen.
+    Raises: ValueError if a result's block has another shape; TypeError for an object, whose blocks would go unseen.
     """
     opaque = opaque_in(y)
     if opaque is not None:

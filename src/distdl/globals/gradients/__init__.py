@@ -1,1 +1,1 @@
-"""Backward, autograd functions of users, and checkpoints."""
+"""Backward, users' autograd functions, and activation checkpoints."""

@@ -1,4 +1,4 @@
-"""What global tensors know of differentiation: their blocks carry the graph."""
+"""``backward``, ``autograd.grad``, ``.grad`` and hooks of global tensors, whose blocks carry the graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distdl.globals.views.aliasing import base_of
 from distdl.nn.placement import distributed_models
 from distdl.tensors.failures import forgetting
 
-# (as they are without what takes them to a mode, which would then be off inside)
+# torch's own, which dispatch to no mode: a mode would be off inside
 _backward, _grad = composite(torch.autograd.backward), composite(torch.autograd.grad)
 
 
@@ -39,7 +39,7 @@ def backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Every worker goes through its part of the graph; gradients end in ``.grad`` of leaves, as blocks."""
+    """``y.backward(...)``: every worker runs it on its blocks, and each leaf gets the block of its gradient."""
     backward_of_all(torch.autograd.backward, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
 
 
@@ -53,18 +53,18 @@ def backward_of_all(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """The same for several tensors, global ones and plain ones."""
+    """``torch.autograd.backward`` of several tensors, global and plain. If it fails on one worker, it does on all."""
     outputs = _listed(tensors)
     seeds = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
     wanted = None if inputs is None else _listed(inputs)
     try:
         with redrawing(outputs), forgetting():
             _backward(
-                [_output(y) for y in outputs],
+                [_plain_output(y) for y in outputs],
                 [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
                 True if wanted is not None and _leaves_out(outputs, wanted) else retain_graph,
                 create_graph,
-                inputs=None if wanted is None else [_plain(one) for one in wanted],
+                inputs=None if wanted is None else [_plain_input(one) for one in wanted],
             )
     except Exception as error:
         _meet_in(error, outputs)
@@ -85,17 +85,21 @@ def grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Any, ...]:
+    """``torch.autograd.grad``: a gradient by a global tensor is global, one by a plain tensor or replica is whole.
+
+    If it fails on one worker, it fails on all.
+    """
     outputs = _listed(outputs)
     inputs = _listed(inputs)
     seeds = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
-    if is_grads_batched:  # (torch takes all of them at once, by vmap)
+    if is_grads_batched:
         options = {"allow_unused": allow_unused, "materialize_grads": materialize_grads}
         return _one_by_one(func, outputs, inputs, seeds, retain_graph, create_graph, options)
     try:
         with redrawing(outputs), forgetting():
             found = _grad(
-                [_output(y) for y in outputs],
-                [_plain(x) for x in inputs],
+                [_plain_output(y) for y in outputs],
+                [_plain_input(x) for x in inputs],
                 [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
                 True if _leaves_out(outputs, inputs) else retain_graph,
                 create_graph,
@@ -109,10 +113,10 @@ def grad(
 
 
 def _leaves_out(outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """Whether gradients by some of a model's weights are asked for, and not by all.
+    """Whether gradients are wanted by some weights of a model, but not by all: then the graph has to be retained.
 
-    Weights come to a forward together, so a backward goes on to where the first of those is used that travel with one.
-    What lies there torch would not reach, and so not free: the graph stays.
+    Weights enter a forward in groups. The backward by one weight goes on to where the first of its group is used. Torch
+    alone would free the graph behind the weight, through which this backward still has to go.
     """
     wanted = {id(one) for one in map(parameter_of, inputs) if isinstance(one, torch.nn.Parameter)}
     contexts = {one._context for one in (*outputs, *inputs) if type(one) in (GlobalTensor, Replica)} if wanted else ()
@@ -124,10 +128,10 @@ def _leaves_out(outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
 
 
 def _meet_in(error: Exception, outputs: Sequence[Any]) -> None:
-    """Find out that a backward has failed on every worker.
+    """Let every worker learn that a backward has failed on this one.
 
-    What one worker computes on may have been written in place while what another computes on was moved, so is a copy:
-    torch raises on the first alone.
+    Torch may raise on some workers only. A block may be a view of memory that was written in place, and the block of
+    another worker a copy.
     """
     context = next((y._context for y in outputs if type(y) is GlobalTensor), None)
     if context is not None:
@@ -143,7 +147,10 @@ def _one_by_one(
     create_graph: bool,
     options: dict[str, Any],
 ) -> tuple[Any, ...]:
-    """The gradients of several seeds, which lie beside each other in dim 0."""
+    """Return ``autograd.grad`` of each place along dim 0 of the seeds, stacked; torch computes these by vmap.
+
+    Raises: ValueError if the first dims of the seeds differ, or are 0.
+    """
     counts = {len(dy) for dy in seeds if dy is not None}
     if len(counts) != 1 or 0 in counts:
         raise ValueError(f"is_grads_batched needs gradients of one first dim that is not 0; got {sorted(counts)}")
@@ -156,7 +163,7 @@ def _one_by_one(
 
 
 def _of_blocks_or(handler: Handler) -> Handler:
-    """In a function on blocks, a worker differentiates what it computes there, also where a weight's type says more."""
+    """Return a handler that in a function on blocks calls torch's function with plain tensors, and else the handler."""
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_on_blocks():
@@ -176,18 +183,24 @@ def _listed(tensors: Any) -> list[Any]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _plain(x: Any) -> Any:
-    """The plain tensor by which torch differentiates: of a copy, its parameter, which may have other copies, too."""
+def _plain_input(x: Any) -> Any:
+    """Return the plain tensor by which torch differentiates: a block, or the parameter of a replica.
+
+    Raises: TypeError for a gradient edge.
+    """
     if isinstance(x, GradientEdge):
         raise TypeError(
-            "a gradient by a gradient edge would be a worker's block of it, or a part that others add to; give the "
-            "tensor"
+            "a gradient by a gradient edge would be a block of it, or what one worker adds to it; give the tensor"
         )
     return own_of(parameter_of(x))
 
 
 def _gradient_of(x: Any, dx: torch.Tensor | None) -> torch.Tensor | None:
-    """What torch has found by the plain tensor of x, as a tensor of the kind of x."""
+    """Return the gradient by x: global if x is, whole if x is a replica of a weight whose parameter is global.
+
+    Args:
+        dx: the gradient by the plain tensor of x; None if there is none.
+    """
     variable = parameter_of(x)
     if dx is None or type(variable) is not GlobalTensor:
         return dx
@@ -195,15 +208,18 @@ def _gradient_of(x: Any, dx: torch.Tensor | None) -> torch.Tensor | None:
     return found if x is variable else found.full_tensor()
 
 
-def _output(y: Any) -> Any:
-    """The plain tensor that torch differentiates."""
+def _plain_output(y: Any) -> Any:
+    """Return the plain tensor that torch differentiates."""
     return block_of(y) if type(y) is GlobalTensor else variable_of(y)
 
 
 def _seed(y: Any, dy: Any) -> torch.Tensor | None:
-    """This worker's part of the gradient with which a backward begins."""
+    """Return what this worker passes to torch as the gradient of an output; ones if the user gave none.
+
+    Raises: RuntimeError if none was given for a complex output or one of several elements, or one of another shape.
+    """
     if type(y) is not GlobalTensor:
-        # (a checkpoint with re-entry gives the copies that it has made as global tensors, and gets such gradients)
+        # a checkpoint with re-entry turns replicas into global tensors, and gets such gradients of them
         return None if dy is None else variable_of(entire(dy))
     if dy is None:
         if y.numel() != 1:
@@ -222,15 +238,15 @@ def _seed(y: Any, dy: Any) -> torch.Tensor | None:
 @handles("requires_grad_", "Tensor")
 def requires_grad_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, *rest = args
-    if x._block._is_view() and not x._block.requires_grad:  # (else the graph of its views begins at what it is one of)
-        _own_memory(x)
+    if x._block._is_view() and not x._block.requires_grad:  # else the graph of its views would begin at its base
+        _detach_from_base(x)
     x._block.requires_grad_(*rest, **kwargs)
     note_requires(x)
     return x
 
 
-def _own_memory(x: Any) -> bool:
-    """Let a block be no view where in torch the tensor is none: of memory that nobody else has."""
+def _detach_from_base(x: Any) -> bool:
+    """Make the block of x no view, in the same memory, if x is no view itself. Returns whether that is so."""
     alone = base_of(x) is None
     if alone:
         x._block = x._block.detach()
@@ -241,19 +257,19 @@ def _own_memory(x: Any) -> bool:
 def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (x,) = args
     block = block_of(x)
-    if not (block._is_view() and _own_memory(x)):
+    if not (block._is_view() and _detach_from_base(x)):
         _detach(x, block)
     note_requires(x)
     return x
 
 
 def _detach(x: Any, block: torch.Tensor) -> None:
-    """Cut a block, of which there may be views, off its graph.
+    """Detach a block of x in place. It may have views.
 
-    Those without cells, of which this block may have some, torch makes anew by the functions that have made them, once
-    the block is written. It takes for granted that they get a graph so, as they do from as_strided elsewhere. So what
-    they are views of stays a leaf, which nobody sees any more. (It takes that for an error where views were made
-    without gradients.)
+    Once a block is written, torch makes its views without cells anew by the functions that have made them, and expects
+    them to get a graph so. Therefore their old base stays a leaf that requires a gradient, and x gets a new block in
+    the same memory, with the gradient and the hooks of the old one. This would be an error if one of the views was made
+    without gradients; then the block is only detached.
     """
     memory = x.__dict__.get("_memory") if block.requires_grad else None
     leaf = block.is_leaf
@@ -263,10 +279,10 @@ def _detach(x: Any, block: torch.Tensor) -> None:
         x._block = block.detach()
         x._block.grad_dtype = dtype
         x._block.grad, block.grad = block.grad, None
-        if leaf and block._backward_hooks is not None:  # (they are called again if it requires a gradient again)
+        if leaf and block._backward_hooks is not None:  # they run again once the tensor requires a gradient again
             x._block._backward_hooks, block._backward_hooks = block._backward_hooks, None
         later = block._post_accumulate_grad_hooks
-        if later is not None:  # (None would leave the hooks that C++ has: an empty dict takes their place)
+        if later is not None:  # an empty dict replaces the hooks that C++ holds; None would leave them
             x._block._post_accumulate_grad_hooks, block._post_accumulate_grad_hooks = later, {}
         block.requires_grad_()
 
@@ -291,7 +307,7 @@ def write_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise TypeError("the grad of a plain tensor is a plain tensor; got a global one")
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
-    wanted = x._block.grad_dtype if x._block.is_leaf else x.dtype  # (that of others cannot be read in torch 2.13)
+    wanted = x._block.grad_dtype if x._block.is_leaf else x.dtype  # torch 2.13 reads grad_dtype of leaves only
     if value.shape != x.shape or wanted not in (None, value.dtype):
         raise RuntimeError(
             f"assigned grad has shape {tuple(value.shape)} and dtype {value.dtype}; the tensor has {tuple(x.shape)} "
@@ -311,35 +327,37 @@ def write_gradient_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 _dtype: Any = torch.Tensor.grad_dtype
 TABLE[_dtype.__set__] = write_gradient_dtype
-_gradient: Any = torch.Tensor.grad  # (an attribute that is computed, whose type says what it gives)
+_gradient: Any = torch.Tensor.grad
 TABLE[_gradient.__set__] = write_gradient
 TABLE[_gradient.__delete__] = delete_gradient
 
 
-def _hooking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.register_hook``: the hook gets the global gradient. It may return another, global or the same everywhere."""
     x, hook = args
     layout, name = x._layout, getattr(hook, "__name__", "<unknown>")
 
     def on_block(gradient: torch.Tensor | None) -> Any:
-        if gradient is None:  # (it has come with others to a forward, and this backward reaches only those)
+        if gradient is None:  # x has entered a forward with other weights, and this backward reaches only those
             return None
         changed = hook(GlobalTensor._of(gradient, layout))
         if not isinstance(changed, torch.Tensor):
-            return changed  # (of what is not None, torch raises)
+            return changed  # torch raises, unless it is None
         if changed.shape != layout.size:
             raise RuntimeError(f"hook '{name}' has changed the size of value")
         return part_of(changed, layout, "a hook")
 
-    on_block.__name__ = name  # (which is in torch's errors)
+    on_block.__name__ = name  # torch's errors name the hook
     return x._block.register_hook(on_block)
 
 
-TABLE[torch.Tensor.register_hook] = _hooking
+TABLE[torch.Tensor.register_hook] = _register_hook
 
 
-def _hooking_later(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _register_post_accumulate_grad_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.register_post_accumulate_grad_hook``: the hook gets x, after a backward that has reached x."""
     x, hook = args
-    layout, itself = x._layout, weakref.ref(x)  # (the block keeps the hook, in C++, and so would keep x and itself)
+    layout, itself = x._layout, weakref.ref(x)  # a reference to x in the hook, which its block keeps, would be a cycle
     came = True
 
     def look(gradient: torch.Tensor | None) -> None:
@@ -347,25 +365,25 @@ def _hooking_later(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         came = gradient is not None
 
     def on_block(block: torch.Tensor) -> None:
-        if not came:  # (see above; torch calls this one even so)
+        if not came:  # torch calls this hook also where the backward has reached other weights only
             return
         leaf = itself()
         leaf = GlobalTensor._of(block, layout) if leaf is None else leaf
-        if hook(leaf) is not None:  # (of which torch says one thing or another, as the block may be)
+        if hook(leaf) is not None:  # torch's error would differ between blocks
             raise RuntimeError("Tensor post accumulate grad hooks should return None.")
 
     handle = x._block.register_post_accumulate_grad_hook(on_block)
     x._block.register_hook(look)
     first = x._block._backward_hooks
-    first[handle.id] = first.popitem()[1]  # (so that both go by one handle)
+    first[handle.id] = first.popitem()[1]  # so one handle removes both
     handle.extra_dict_ref = (weakref.ref(first),)
     return handle
 
 
-TABLE[torch.Tensor.register_post_accumulate_grad_hook] = _hooking_later
+TABLE[torch.Tensor.register_post_accumulate_grad_hook] = _register_post_accumulate_grad_hook
 
 
 @handles("_make_dual _unpack_dual", "torch")
 def refuse_tangents(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What moves follows from what all workers know, and whether a block has a tangent its worker alone knows."""
+    """Raise NotImplementedError: all workers plan the messages, but only its own would know of a block's tangent."""
     raise NotImplementedError(f"{func.__name__.removeprefix('_')} of a global tensor: {NO_TANGENTS}")

@@ -1,7 +1,7 @@
-"""Which way an autograd function of a user's own goes, by the types of its arguments.
+"""``Function.apply`` of users' autograd functions, which runs on blocks or on whole tensors, by its arguments' types.
 
-Torch asks no subclass of tensors there, so ``Function.apply`` is replaced. With global tensors or weights, the function
-computes with whole tensors (:mod:`distdl.globals.gradients.whole_functions`); with blocks, on blocks.
+Torch asks no tensor subclass there, so ``apply`` is replaced. With global tensors or weights, the function computes on
+whole tensors (:mod:`distdl.globals.gradients.whole_functions`); with blocks, on blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distdl.tensors.derivatives import recomputing
 
 
 def _now(one: Any) -> Any:
-    """An argument as it is now: a block that has been written since, say, has the graph of its plain tensor."""
+    """Return an argument anew if it is outdated: a block with the graph of its plain tensor, a replica as it is now."""
     return as_block(one._plain) if type(one) is Block else current(one)
 
 
@@ -33,16 +33,16 @@ def _types(y: Any) -> set[type]:
 
 
 def _changed(y: Any, change: Callable[[Any], Any]) -> Any:
-    """The results of an autograd function, each changed."""
+    """Apply a change to the one result of an autograd function, or to each of several."""
     return tuple(map(change, y)) if isinstance(y, tuple) else change(y)
 
 
 def _on_blocks(function: Any) -> Any:
-    """An autograd function whose backward, which runs later, is a function on blocks, as its forward is.
+    """Return the autograd function with a backward that runs as a function on blocks, as its forward does.
 
-    A backward that goes through a module of the model would else add up the gradients of all workers' blocks.
+    Otherwise a backward that goes through a module of the model would add up the gradients of all workers' blocks.
     """
-    if function is CheckpointFunction:  # (which knows it)
+    if function is CheckpointFunction:  # see recomputing.install
         return function
     made = vars(function).get("_distdl_on_blocks")
     if made is None:
@@ -53,9 +53,9 @@ def _on_blocks(function: Any) -> Any:
 
 
 def _without_graph(function: Any, y: Any) -> Any:
-    """What an autograd function of plain tensors gives that has made global ones.
+    """Return the global results of an autograd function of plain tensors.
 
-    Raises: RuntimeError if it has a gradient: that of the plain tensors would be the sum of what the workers have.
+    Raises: RuntimeError if one has a graph: the gradients of the plain tensors would have to be added up over workers.
     """
     with torch._C.DisableTorchFunctionSubclass():
         curved = [one for one in (y if isinstance(y, tuple) else (y,)) if isinstance(one, torch.Tensor) and one.grad_fn]
@@ -69,9 +69,9 @@ def _without_graph(function: Any, y: Any) -> Any:
 
 
 def install() -> None:
-    """Let autograd functions look for global tensors among their arguments: torch asks nobody there."""
+    """Replace ``Function.apply``, so that it looks for global tensors, replicas and blocks among its arguments."""
     known: Any = torch.autograd.Function
-    torch_apply = known.__dict__["apply"]  # (written in Python, and since 2.14 in C: both bind to a class)
+    torch_apply = known.__dict__["apply"]  # in Python, or since torch 2.14 in C
 
     def applied_to(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kinds, named = _types((*args, *kwargs.values())), f"the autograd function {cls.__name__}"
@@ -92,7 +92,7 @@ def install() -> None:
         if Block in made | kinds:
             check_unmixed(named, made | kinds)
             return _changed(y, lambda one: as_block(tied_of(one)))
-        if Replica in made and torch.is_grad_enabled():  # (which follows from weights from around it)
+        if Replica in made and torch.is_grad_enabled():  # the function used weights that are no arguments
             found = y if isinstance(y, tuple) else (y,)
             return enter_results(y, next(one._context for one in found if type(one) is Replica))
         return y
@@ -100,7 +100,7 @@ def install() -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:
             return applied_to(cls, args, kwargs)
-        with recomputing():  # (its forward makes no graph)
+        with recomputing():  # inside of a backward
             return applied_to(cls, args, kwargs)
 
     apply.__doc__ = known.apply.__doc__

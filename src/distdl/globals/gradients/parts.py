@@ -1,7 +1,6 @@
-r"""What every worker has whole, as one variable: its gradient, and the parts of it that the workers have.
+r"""A tensor that every worker has whole, as one variable, and the partial gradients that the workers have of it.
 
-What is computed from copies is on every worker, and counts once. So of its gradient, one worker goes on with all, and
-the others with zero:
+The replicas of the variable count once. So one worker goes on with all of its gradient, and the others with zero:
 
 .. math:: y = y_0 = y_1 = ..., \qquad \partial y_0 = \partial y, \quad \partial y_t = 0
 """
@@ -20,21 +19,24 @@ from distdl.tensors.function import Function
 
 
 def variable_of(value: torch.Tensor) -> torch.Tensor:
-    """A copy as one variable, the same on every worker: of its gradient, one worker has all."""
+    """Return a replica as a plain variable that is the same on every worker; a plain tensor as it is.
+
+    In backward, worker 0 passes all of its gradient on to the replica, and the others zeros.
+    """
     context = context_of(value)
     if context is None:
         return value
-    with torch.enable_grad():  # (a gradient is asked for in any mode)
+    with torch.enable_grad():  # autograd.grad works in any mode
         same: torch.Tensor = _Same.apply(plain_of(value), context.me == 0)
     return same
 
 
 def summed(tensors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of tensors: of what is computed from copies each worker has a part, and the sum is meant.
+    """Add up the partial gradients of replicas over all workers. Other gradients are returned as they are.
 
     Args:
-        tensors: of any kind.
-        parts: the gradients by them that this worker has found.
+        tensors: tensors of any kind.
+        parts: this worker's gradient by each of them, or None. A parameter's has been added up before.
     """
     found = list(parts)
     groups: dict[Any, list[int]] = {}
@@ -50,10 +52,13 @@ def summed(tensors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]
 
 
 def enter_results(y: Any, context: Context) -> Any:
-    """What a function with a backward of its own has given for variables: it enters, so that backward gets the whole.
+    """Make the plain results of a user's function replicas, so that its backward gets the sum of partial gradients.
 
-    So the backward need not be linear, and gives whole gradients on every worker, of which one counts. Global tensors
-    and what has no gradient stay as they are.
+    So this backward, which need not be linear, computes the whole gradient on every worker, and :func:`variable_of`
+    lets one of them count. Global tensors, and results without a gradient, are returned as they are.
+
+    Args:
+        y: a result, or a tuple or list of results, of a function of variables.
     """
     results = [tied_of(one) for one in y] if isinstance(y, (tuple, list)) else [tied_of(y)]
     groups: dict[Any, list[int]] = {}
@@ -69,12 +74,12 @@ def enter_results(y: Any, context: Context) -> Any:
 
 
 class _Same(Function):
-    """From each worker's copy to the one variable. The gradient is one worker's part, and so counts once."""
+    """From replicas to the one variable. Its gradient counts on one worker."""
 
     @staticmethod
     def forward(ctx: Any, copy: torch.Tensor, first: bool) -> torch.Tensor:
         ctx.first = first
-        ctx.set_materialize_grads(False)  # (of a function that gives no gradient there is none, and not one of zeros)
+        ctx.set_materialize_grads(False)  # so None, where a user's function gives no gradient, stays None
         return copy.detach()
 
     @staticmethod

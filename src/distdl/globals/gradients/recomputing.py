@@ -1,7 +1,7 @@
-"""Activation checkpoints of blocks: a backward recomputes what their forward has computed.
+"""Activation checkpoints of blocks, which a backward recomputes.
 
-There, nothing says that a forward, or a function on blocks, runs. And a checkpoint with re-entry gives new leaves in
-the place of blocks, and differentiates what it has recomputed by itself.
+A backward does not know that the checkpoint stood in a forward, or in a function on blocks. And a checkpoint with
+re-entry replaces blocks and replicas by new plain leaves. So both are noted when the checkpoint begins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distdl.tensors.draws import Draws
 
 
 def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs wherever it is called as it does here: in a forward, on blocks, with the draws of here."""
+    """Return a function that runs later as it runs here: in a forward, on blocks, with this world's random numbers."""
     function = recomputing()(function)
     function = running()(function) if is_running() else function
     function = on_blocks()(function) if is_on_blocks() else function
@@ -30,7 +30,7 @@ def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _redrawn(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that recomputes what it draws as it draws it here."""
+    """Return a function that draws the same random numbers when it is recomputed: when it is called with gradients."""
     context = drawn_by()
     if context is None:
         return function
@@ -42,7 +42,7 @@ def _redrawn(function: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             with draws.again(seed, counted):
                 return function(*args)
-        y = function(*args)  # (it is the forward)
+        y = function(*args)
         seed = draws.seed if seed is None else seed
         return y
 
@@ -50,7 +50,7 @@ def _redrawn(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kinds(args: Sequence[Any]) -> list[Any]:
-    """What arguments are: of copies, their context; of blocks, that type; None of others."""
+    """Return for each argument what it is: for a replica its context, for a block ``Block``, else None."""
     return [
         one._context if type(one) is Replica else Block if type(one) is Block and tells_blocks() else None
         for one in args
@@ -58,7 +58,7 @@ def _kinds(args: Sequence[Any]) -> list[Any]:
 
 
 def _as_given(args: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
-    """Arguments as what they were: they may come as the plain tensors that are saved of them."""
+    """Make plain arguments, as a checkpoint saves them, replicas and blocks again, as they were."""
 
     def given(one: Any, kind: Any) -> Any:
         if kind is None or type(one) is not torch.Tensor:
@@ -69,7 +69,7 @@ def _as_given(args: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
 
 
 def install() -> None:
-    """Let checkpoints recompute blocks as blocks."""
+    """Let torch's checkpoints recompute blocks as blocks, and replicas as replicas."""
     frame: Any = checkpoints._CheckpointFrame
     reentrant: Any = checkpoints.CheckpointFunction
     begin, save, load = frame.__init__, frame.save_inputs, frame.get_inputs

@@ -1,4 +1,4 @@
-"""Gradients of tensors that every worker has whole: each worker has a part, and code of a user's sees their sum."""
+"""Gradients and hooks of replicas: each worker has a partial gradient, and users' code sees the sum."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from distdl.globals.tensor.table import OPERATOR, REPLICATED
 
 
 def hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hook of a parameter gets its gradient; that of what is computed from weights would get this worker's part.
+    """Register a hook, or retain the gradient, of the parameter of a replica; in a function on blocks, of any replica.
 
-    Raises: RuntimeError for the latter, but in a function on blocks.
+    Raises: RuntimeError elsewhere for a replica that was computed from weights: its gradient is a partial one.
     """
     replica, *rest = args
     parameter = parameter_of(replica)
@@ -27,29 +27,29 @@ def hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return func(parameter, *rest, **kwargs)
     if not is_on_blocks():
         raise RuntimeError(
-            f"{func.__name__} of what is computed from weights of a distributed model would see this worker's part of "
+            f"{func.__name__} of a tensor computed from weights of a distributed model would see this worker's part of "
             "its gradient; ask for that of the parameter, or of the global tensor in which it is used"
         )
     return func(plain_of(replica), *rest, **kwargs)
 
 
 def register_post_accumulate_grad_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of a parameter, which has its whole gradient there; torch refuses what is no leaf."""
+    """Register a hook of the parameter of a replica, which has its whole gradient then; torch refuses other tensors."""
     replica, *rest = args
     return func(plain_of(parameter_of(replica)), *rest, **kwargs)
 
 
 def gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What reads, sets or deletes ``.grad``: that of a parameter is not kept with its copy."""
+    """Read, set or delete ``.grad`` of the parameter of a replica, which keeps the gradient."""
     replica, *rest = args
     return func(plain_of(parameter_of(replica)), *map_tensors(rest, plain_of))
 
 
 def requires_grad_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``self.w.requires_grad_()``: the parameter requires a gradient from then on, or none. A copy has its history.
+    """``self.w.requires_grad_()`` of a replica of a parameter: the parameter requires a gradient from then on, or none.
 
-    What is made of a parameter and begins a history of its own (``self.w.detach().requires_grad_()``) is a variable,
-    too, and enters, so its gradient is that of all workers; in a function of blocks, it is this worker's.
+    A leaf that was computed from a parameter, as ``self.w.detach().requires_grad_()``, becomes a variable of its own:
+    its gradient is added up over all workers. In a function on blocks, it is this worker's.
     """
     replica, rest = args[0], args[1:]
     parameter: Any = parameter_of(replica)
@@ -65,15 +65,17 @@ def requires_grad_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def of_leaf(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a parameter says of itself: it is a leaf, which its copy is not, and has been written so often."""
+    """Read an attribute of the parameter of a replica, as ``is_leaf``: the replica of a parameter is no leaf."""
     (replica,) = args
     parameter = parameter_of(replica)
     return func(plain_of(replica) if parameter is replica else parameter)
 
 
 def operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator of a user's (``torch.library``), whose derivative need not be linear in the gradient."""
+    """Call a user's operator of ``torch.library``, whose derivative need not be linear in the gradient.
 
+    Raises: RuntimeError for a plain argument that was computed from a weight by code that did not say so.
+    """
     every = tensors_in((args, kwargs))
     context = next(one._context for one in every if type(one) is Replica)
     for one in every:
@@ -83,7 +85,7 @@ def operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return enter_results(func(*given, **named), context)
 
 
-_attribute: Any = torch.Tensor.grad  # (one that is computed, whose type says what it gives)
+_attribute: Any = torch.Tensor.grad
 REPLICATED.update(
     {
         torch.Tensor.register_hook: hook,

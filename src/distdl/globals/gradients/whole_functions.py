@@ -1,15 +1,15 @@
-"""Autograd functions of a user's own (``torch.autograd.Function``), applied to global tensors and to weights.
+"""Users' autograd functions (``torch.autograd.Function``), applied to global tensors and to weights.
 
-Their forward and their backward are code that calls functions of torch. Both get whole tensors, as in a program of one
-worker, so this code computes what it computes there, and moves what the functions that it calls move::
+Forward and backward are code that calls functions of torch. Both get global tensors, and plain tensors for weights. So
+they compute what they compute in a program of one worker, and the functions that they call move what they need::
 
-    x, w  --forward-->  y         global tensors and plain ones, and no graph, as in torch
-    dy  --backward-->  dx, dw     the gradients that they mean, of which each worker takes its block
+    x, w  --forward-->  y         global tensors and plain ones, without a graph, as in torch
+    dy  --backward-->  dx, dw     whole gradients, of which each worker takes its block
 
-A weight is one variable there, the same on every worker. Of weights alone, the results are plain, and enter.
+A weight is one variable there, the same on every worker. Results of weights alone are plain, and become replicas.
 
-In the graph stands one node of blocks, which saves blocks. Many a backward computes its forward once more; random
-numbers in it are those that the forward drew.
+The graph has one node of blocks, which saves blocks. If a backward computes its forward again, as many do, it draws the
+random numbers of the forward.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ _REFUSAL = type(torch._C._functions.DelayedError(_ONCE, 1)(torch.ones((), requir
 
 
 class Own(FunctionCtx):
-    """What such a function knows as ``ctx``.
+    """The ``ctx`` of such a function.
 
     Attributes:
-        saved_tensors: what it has saved; there while its backward runs.
+        saved_tensors: the tensors that its forward has saved; set while its backward runs.
     """
 
     saved_tensors: Any
-    # (as torch calls a backward: by one of its two names, and with a list where the function asks for one)
+    # torch's ways to call a backward: by one of its two names, with a tuple or a list
     apply: Any = BackwardCFunction.apply
     _get_user_fn: Any = BackwardCFunction._get_user_fn
 
     def __init__(self, function: Any, needs_input_grad: tuple[bool, ...]) -> None:
         self._forward_cls = function
         self.needs_input_grad, self.requires_grad = needs_input_grad, any(needs_input_grad)
-        self._input_grad_buffers = (None,) * len(needs_input_grad)  # (no sums under way are shown: torch may do so)
+        self._input_grad_buffers = (None,) * len(needs_input_grad)  # torch may show sums under way; here there are none
         self.to_save: Any = ()
         self.non_differentiable: tuple[torch.Tensor, ...] = ()
         self.materialize_grads = True
 
     def set_output_grad_dtype(self, *dtypes: Any) -> None:
-        """Refuse what torch has since 2.14."""
+        """Raise NotImplementedError; torch has this method since 2.14."""
         raise NotImplementedError(
             "ctx.set_output_grad_dtype of an autograd function of global tensors, or of weights of a distributed "
             "model: convert the gradient in its backward, by dy.to(dtype)"
@@ -70,17 +70,20 @@ class Own(FunctionCtx):
 
     @property
     def saved_variables(self) -> Any:
-        """The name of ``saved_tensors`` in code of old; layer norms of image restoration still have it."""
+        """Return ``saved_tensors``, by its old name, which layer norms of image restoration still use."""
         return self.saved_tensors
 
 
 def _may_be_written(x: Any) -> bool:
-    """Whether a function may make an argument global, as torchdiffeq makes its scratch (``scratch.data[i] = y``)."""
+    """Whether a function may write global tensors into an argument, as torchdiffeq does by ``scratch.data[i] = y``."""
     return type(x) is torch.Tensor and not x.requires_grad and x.layout is torch.strided
 
 
 def _input(x: torch.Tensor) -> torch.Tensor:
-    """A plain tensor or a copy as an input of the node; another tensor of the memory of one that may become global."""
+    """Return a plain tensor or a replica as an input of the node.
+
+    A tensor that may become global is detached, so that the node has another one, in the same memory.
+    """
     return x.detach() if _may_be_written(x) else variable_of(x)
 
 
@@ -88,13 +91,16 @@ class _Call:
     """One call of such a function.
 
     Attributes:
-        args: all arguments, until they have been used.
-        count: how many there are.
-        places: where tensors stand among them: the inputs of the node.
-        layouts: for each of these, its layout; None for a plain tensor.
-        shapes: the shapes of the whole tensors.
-        drawn: the random calls before this one.
-        drawn_by: of which world plain tensors draw in its forward.
+        args: all arguments, until the forward has begun.
+        count: the number of arguments.
+        places: the places of tensors among the arguments: the inputs of the node.
+        layouts: for each input its layout; None for a plain tensor.
+        shapes: for each input the shape of the whole tensor.
+        drawn: the seed, and how many random calls came before this one.
+        drawn_by: the world whose random numbers plain tensors get in the forward.
+        single: whether the function returns one tensor, not a tuple.
+        results: for each result its layout if it is global, ``Replica`` if it is plain, or itself if it is no tensor.
+        memories: for each global result, by place, its strides and offset in torch's memory.
     """
 
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
@@ -109,11 +115,15 @@ class _Call:
         self.draws = self.context.own(Draws)
         self.drawn = self.draws.seed, self.draws.counted()
         self.drawn_by = drawn_by()
-        self.single = True  # whether it gives one tensor, and no tuple
-        self.results: list[Any] = []  # its results; for a tensor, its layout, or Replica for a plain one
-        self.memories: dict[int, dict[str, Any]] = {}  # where in torch's memory the global ones lie
+        self.single = True
+        self.results: list[Any] = []
+        self.memories: dict[int, dict[str, Any]] = {}
 
     def inputs(self) -> list[torch.Tensor]:
+        """Return the plain tensors that are the inputs of the node: blocks, and whole tensors of others.
+
+        Raises: RuntimeError for a plain argument that was computed from a weight by code that did not say so.
+        """
         tensors = [self.args[place] for place in self.places]
         for one in tensors:
             if type(one) is torch.Tensor:
@@ -121,12 +131,16 @@ class _Call:
         return [block_of(one) if type(one) is GlobalTensor else _input(one) for one in tensors]
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
-        """Its results, and its arguments that are tensors."""
+        """Run the user's forward on the inputs of the node.
+
+        Returns: its results, and the tensors that it got as arguments.
+        Raises: RuntimeError if it marks an argument as written.
+        """
         given = [_global(one, layout) for one, layout in zip(inputs, self.layouts, strict=True)]
-        args, self.args = self.args, []  # (what it does not save goes when nobody else has it)
+        args, self.args = self.args, []  # so that arguments which it does not save can be freed
         for number, (place, one) in enumerate(zip(self.places, given, strict=True)):
             if type(one) is GlobalTensor:
-                one.__dict__.update(_memory_of(args[place]))
+                one.__dict__.update(_placement_of(args[place]))
             elif _may_be_written(args[place]):
                 given[number] = args[place]
             args[place] = given[number]
@@ -149,7 +163,7 @@ class _Call:
         return [y] if self.single else list(y), given
 
     def backward(self, saved: tuple[torch.Tensor | None, ...], gradients: Sequence[Any]) -> list[torch.Tensor | None]:
-        """The gradients of the inputs of the node."""
+        """Run the user's backward. Returns, for each input of the node, this worker's gradient."""
         self.own.saved_tensors = saved
         try:
             with self.draws.again(*self.drawn), drawing(self.drawn_by):
@@ -160,15 +174,12 @@ class _Call:
         self.check(found)
         wanted = self.own.needs_input_grad
         return [
-            self.gradient(found[place], layout, shape) if wanted[place] else None  # (of any shape: torch drops it)
+            self.gradient(found[place], layout, shape) if wanted[place] else None  # torch drops it, of any shape
             for place, layout, shape in zip(self.places, self.layouts, self.shapes, strict=True)
         ]
 
     def check(self, gradients: tuple[Any, ...]) -> None:
-        """Check that a backward gives a tensor or None for each tensor, and None for all else, as torch does.
-
-        Raises: RuntimeError.
-        """
+        """Raise torch's RuntimeError unless each tensor argument has a tensor or None, and each other argument None."""
         name = f"function {self.function.__name__}Backward returned"
         if len(gradients) < self.count or any(one is not None for one in gradients[self.count :]):
             raise RuntimeError(f"{name} an incorrect number of gradients (expected {self.count}, got {len(gradients)})")
@@ -184,7 +195,7 @@ class _Call:
                 raise RuntimeError(f"expected Variable or None (got {type(one).__name__})")
 
     def gradients(self, given: Sequence[Any]) -> list[Any]:
-        """For each result, its whole gradient; given are blocks of those of tensors."""
+        """Return the whole gradient of each result, made of the blocks that torch gives for those that are tensors."""
         rest = iter(given)
         found = [next(rest) if kind is Replica or isinstance(kind, KnownLayout) else None for kind in self.results]
         return [
@@ -193,7 +204,7 @@ class _Call:
         ]
 
     def blocks(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
-        """The adjoint: for each result that is a tensor, its block of a gradient."""
+        """Return this worker's block of the gradient of each result that is a tensor: the inverse of ``gradients``."""
         kinds: list[Any] = [kind for kind in self.results if kind is Replica or isinstance(kind, KnownLayout)]
         return tuple(
             None if one is None else whole(one) if kind is Replica else part_of(one, kind, self.function.__name__)
@@ -201,20 +212,24 @@ class _Call:
         )
 
     def gradient(self, value: Any, layout: KnownLayout | None, shape: torch.Size) -> torch.Tensor | None:
-        """Of an input: its block, or the whole of a plain one."""
+        """Return this worker's gradient of an input: a block if the input is global, else the whole gradient."""
         if value is None:
             return None
-        if value.shape != shape:  # (as torch does for what has been expanded)
+        if value.shape != shape:  # torch sums the gradient of a broadcast input, too
             value = value.sum_to_size(shape)
         return whole(value) if layout is None else part_of(value, layout, self.function.__name__)
 
 
 def _global(block: torch.Tensor, layout: KnownLayout | None) -> torch.Tensor:
+    """Return the global tensor of a block; without a layout, the tensor as it is."""
     return block if layout is None else GlobalTensor._of(block, layout)
 
 
 def _refusing(gradient: Any) -> Any:
-    """A gradient of a function that is differentiable once: torch has let the whole tensor refuse a derivative."""
+    """Return a gradient whose block refuses a derivative if torch made the global tensor refuse it.
+
+    That is the gradient of a function that is marked ``once_differentiable``.
+    """
     if type(gradient) is not GlobalTensor:
         return gradient
     with torch._C.DisableTorchFunctionSubclass():
@@ -225,18 +240,20 @@ def _refusing(gradient: Any) -> Any:
     return GlobalTensor._of(refusal(gradient._block.detach().requires_grad_()), gradient._layout)
 
 
-def _memory_of(x: Any) -> dict[str, Any]:
-    """The attributes of a global tensor that say where in torch's memory it lies."""
+def _placement_of(x: Any) -> dict[str, Any]:
+    """Return the attributes of a global tensor that say where in torch's memory it lies."""
     return {name: x.__dict__[name] for name in ("_strides", "_offset") if name in x.__dict__}
 
 
 class _Applied(Function):
-    observed = True  # (it is a user's)
+    """The node of a call of a user's function: from its inputs to the blocks of its results."""
+
+    observed = True
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results, given = call.forward(inputs)
-        pairs = zip(given, inputs, call.layouts, strict=True)  # (without those that have become global)
+        pairs = zip(given, inputs, call.layouts, strict=True)  # plain arguments that have become global are left out
         blocks = {id(one): block for one, block, at in pairs if (at is None) == (type(one) is not GlobalTensor)}
         taken, layouts, outputs = set(blocks), {}, []
         beside = [one for one in given if type(one) is GlobalTensor]
@@ -249,19 +266,19 @@ class _Applied(Function):
                 call.results[place] = Replica
                 outputs.append(blocks.setdefault(id(result), plain_of(result)))
                 continue
-            # (a plain one follows from values alone: it is the same on every worker)
+            # a plain result was computed from values that are the same on every worker
             one = result if type(result) is GlobalTensor else split_beside(result, beside)
             block = blocks[id(result)] if id(result) in blocks else block_of(one)
             block = block.clone() if block._is_view() else block
             block = block.detach() if any(one is other for other in given) and id(one) not in taken else block
             blocks[id(result)] = block
             layouts[id(result)] = call.results[place] = one._layout
-            call.memories[place] = _memory_of(one)
+            call.memories[place] = _placement_of(one)
             outputs.append(block)
         own = call.own
         ctx.call = call
         ctx.kinds = [one._layout if type(one) is GlobalTensor else layouts.get(id(one)) for one in own.to_save]
-        ctx.save_for_backward(*(None if one is None else _block(one, blocks) for one in own.to_save))
+        ctx.save_for_backward(*(None if one is None else _saved(one, blocks) for one in own.to_save))
         ctx.mark_non_differentiable(*(blocks[id(one)] for one in own.non_differentiable if id(one) in blocks))
         ctx.set_materialize_grads(own.materialize_grads)
         own.to_save = own.non_differentiable = ()
@@ -277,15 +294,19 @@ class _Applied(Function):
         return None, *call.backward(saved, call.gradients(gradients))
 
 
-def _block(one: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
-    """What is saved of a tensor: of arguments and results, what is known of them."""
+def _saved(one: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Return the plain tensor to save for a tensor.
+
+    Args:
+        known: those of arguments and results, by id.
+    """
     if id(one) in known:
         return known[id(one)]
     return block_of(one) if type(one) is GlobalTensor else one
 
 
 class _Node:
-    """The node of a result, as code of a user's sees it: its hooks get whole gradients, too."""
+    """The ``grad_fn`` that users see of a result: its hooks get whole gradients."""
 
     def __init__(self, node: Any) -> None:
         self._node, self._call = node, node.call
@@ -309,7 +330,7 @@ class _Node:
         call = self._call
 
         def on_blocks(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
-            found = zip(inputs, call.layouts, strict=True)  # (torch leaves out what is no tensor)
+            found = zip(inputs, call.layouts, strict=True)  # torch passes gradients of tensor arguments only
             given = tuple(None if one is None else _global(one, layout) for one, layout in found)
             changed = hook(given, tuple(call.gradients(outputs)))
             if changed is None:
@@ -321,7 +342,7 @@ class _Node:
 
 
 def _node(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The node of which a tensor is a result, ``grad_fn``: None for a parameter that a forward reads, as in torch."""
+    """Return ``x.grad_fn``: None for a parameter that a forward reads, as in torch."""
     x = args[0]
     parameter = parameter_of(x)
     if parameter is not x:
@@ -335,11 +356,11 @@ TABLE[_attribute.__get__] = REPLICATED[_attribute.__get__] = _node
 
 
 def _by_position(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """All arguments; those of a forward without ctx with their defaults, which its setup_context gets, too.
+    """Return all arguments by position. A forward without ctx gets its defaults, too, for its setup_context.
 
-    Raises: TypeError for an argument by name that does not stand behind the others.
+    Raises: TypeError for a keyword-only argument.
     """
-    first: tuple[Any, ...] = (None,) if function.setup_context is _DERIVES else ()  # (in the place of ctx)
+    first: tuple[Any, ...] = (None,) if function.setup_context is _DERIVES else ()  # stands for ctx
     if first and not kwargs:
         return args
     bound = signature(function.forward).bind(*first, *args, **kwargs)
@@ -351,7 +372,10 @@ def _by_position(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply an autograd function to arguments of which some are global tensors, or weights."""
+    """Apply a user's autograd function to arguments of which some are global tensors or replicas.
+
+    Returns: its results, global or replicas; what is no tensor as it is.
+    """
     call = _Call(function, _by_position(function, args, kwargs))
     outputs = iter(_Applied.apply(call, *call.inputs()))
     results: list[Any] = []

@@ -1,1 +1,1 @@
-"""What many functions have in common, and the fallback to one worker."""
+"""Rules by which many functions compute: ops, whole dims, labels; checks of arguments; the fallback to one worker."""

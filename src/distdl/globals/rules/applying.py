@@ -1,4 +1,4 @@
-"""Ops of ``distdl.ops`` applied to global tensors, with weights that every worker has whole."""
+"""Apply ops of ``distdl.ops`` to global tensors and replicated weights; and helpers of handlers for their options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distdl.transport import Label
 
 
 class Ready(NamedTuple):
-    """An op that is set up for tensors of given signatures: its steps on this worker, and where its results lie."""
+    """An op that is set up for tensors of given signatures: its steps on this worker, and its results' layouts."""
 
     setup: Setup
     results: tuple[KnownLayout, ...]
@@ -36,16 +36,16 @@ def ready(
     name: str,
     *tensors: tuple[KnownLayout | None, torch.Tensor],
 ) -> Ready:
-    """The setup of an op, made once.
+    """Return the setup of an op, made once for each key and each signature of the tensors.
 
     Args:
-        key: what the op follows from, apart from the tensors.
-        choose: gives the op, and the partition of the workers that compute.
-        tensors: of each, its layout and this worker's block; no layout of one that every worker has whole.
+        key: all that determines the op, apart from the tensors.
+        choose: returns the op, and the partition of the workers that compute.
+        tensors: of each, its layout and this worker's block; None and the tensor if it is replicated.
     """
     if is_differentiated_forward():
         described = [(layout, one.shape, one.dtype, derivatives_of(one)) for layout, one in tensors]
-    else:  # (the same, with one look at the mode)
+    else:  # faster, with one look at the mode for all tensors
         on = GRADIENT if torch.is_grad_enabled() else NONE
         described = [(layout, one.shape, one.dtype, on if one.requires_grad else NONE) for layout, one in tensors]
 
@@ -63,7 +63,7 @@ def ready(
 
 
 def run(made: Ready, *tensors: Any) -> Any:
-    """Make the three steps; each result becomes a global tensor."""
+    """Execute the three steps of a setup on this worker's blocks. Returns a global tensor, or a tuple of them."""
     y = made.setup(*tensors)
     if isinstance(y, tuple):
         return tuple(as_global(one, layout) for one, layout in zip(y, made.results, strict=True))
@@ -71,9 +71,9 @@ def run(made: Ready, *tensors: Any) -> Any:
 
 
 def as_global(block: torch.Tensor, layout: KnownLayout) -> GlobalTensor:
-    """The global tensor of a block, which may have any shape without cells where the layout has none.
+    """Return the global tensor of a block. A block without cells may have any shape.
 
-    What is reshaped is no view: the node of a view, and a hook on it, does not run once the view is written in place.
+    A reshaped block is no view: the node of a view, and a hook on it, does not run once the view is written in place.
     """
     if block.shape != layout.local:
         block = no_view(block.reshape(layout.local))
@@ -84,12 +84,12 @@ def apply(
     op: Callable[[], Op], key: Hashable, x: GlobalTensor, name: str, work: Callable[[], Partition] | None = None,
     weights: Sequence[torch.Tensor | None] = (),
 ) -> Any:  # fmt: skip
-    """Apply an op to a global tensor.
+    """Apply an op to a global tensor and weights. Returns a global tensor, or a tuple of them.
 
     Args:
-        op: makes it; called once for each key and each signature of the tensors.
-        work: the workers that compute; those of x if not given.
-        weights: tensors that are the same on every worker.
+        op: makes the op; called once for each key and each signature of the tensors.
+        work: returns the partition of the workers that compute; that of x if not given.
+        weights: replicated tensors, global ones, which are gathered, or None, which is left out.
     """
     context, layout, block = x._context, x._layout, block_of(x)
     given = [weight_of(one, context) for one in weights if one is not None]
@@ -101,53 +101,48 @@ def apply(
 
 
 def weight_of(weight: torch.Tensor, context: Context) -> torch.Tensor:
-    """This worker's own copy of a weight. A global one comes to every worker."""
+    """Return this worker's plain copy of a weight. A global weight is gathered on every worker."""
     if type(weight) is Replica and weight._plain.requires_grad:
-        return weight._plain  # (at a glance: most are copies that a model has made)
+        return weight._plain  # the common case, and the fastest way
     return entered(entire(weight), context)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype in which torch computes products of a tensor on its device, if its autocast is on."""
-    if not torch._C._is_any_autocast_enabled():  # (which takes no time to find the name of the device)
+    """Return the dtype in which autocast computes products on the device of x; None if it is off."""
+    if not torch._C._is_any_autocast_enabled():  # faster than finding the type of the device
         return None
     kind = x.device.type
-    is_on = kind != "meta" and torch.is_autocast_enabled(kind)  # (torch has no autocast for meta tensors)
+    is_on = kind != "meta" and torch.is_autocast_enabled(kind)  # torch has no autocast for meta tensors
     return torch.get_autocast_dtype(kind) if is_on else None
 
 
 def widened(x: torch.Tensor, devices: Collection[str]) -> torch.Tensor:
-    """A tensor of half precision as float32, under the autocast of one of these types of device."""
-    return x.float() if x.dtype in HALVES and _kind(x) in devices and autocast_dtype(x) is not None else x
+    """Cast a tensor of half precision to float32 if it is on one of these types of device and autocast is on there."""
+    return x.float() if x.dtype in HALVES and x.device.type in devices and autocast_dtype(x) is not None else x
 
 
 def cast_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in the dtype of autocast. (Of float64, torch casts nothing.)"""
+    """Cast a floating-point tensor to the dtype of autocast, but for float64, which torch does not cast either."""
     return x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
 
 
-def _kind(x: torch.Tensor) -> str:
-    """The type of a tensor's device."""
-    return x.device.type
-
-
 def zeroed(x: Any) -> Any:
-    """Zeros that have the derivative zero, and not none."""
+    """Return zeros like x, whose derivative by x is 0 and not None."""
     return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
 def single(value: Any) -> Any:
-    """A sequence of one number as that number, as torch takes it."""
+    """Return the number in a tuple of one number, as torch takes it; other values as they are."""
     return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
 def one_by_one(given: Sequence[Any]) -> list[Any]:
-    """What is given one by one, or as one list."""
+    """Return arguments as a list, whether they were passed one by one or as one list."""
     return list(given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given)
 
 
 def hashable(value: Any) -> Any:
-    """An option as a value that can be a key: lists as tuples."""
+    """Return an option as a value that can be a key: lists become tuples."""
     try:
         hash(value)
     except TypeError:

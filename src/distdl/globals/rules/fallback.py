@@ -1,4 +1,4 @@
-"""What is done about a function that has no op: it runs on one worker, on the whole tensors."""
+"""The fallback for functions without a handler: one worker runs them, on gathered tensors."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Fallback(NamedTuple):
     """A call that ran on one worker.
 
     Attributes:
-        function: of torch.
-        path: of the module that called it; empty outside of a distributed model.
-        nbytes: of the whole tensors that came together, in bytes.
+        function: the name of the function of torch.
+        path: the path of the module that called it; empty outside of a distributed model.
+        nbytes: the size of the gathered tensors, in bytes.
     """
 
     function: str
@@ -55,9 +55,9 @@ class Fallbacks(dict[Any, Fallback]):
 
 
 def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Bring the tensors together on one worker, call torch's function there, and split its results.
+    """Gather the tensors on one worker, call torch's function there, and split its results.
 
-    Raises: NotImplementedError, under ``fallback="error"``; and on every worker what torch raises on that one.
+    Raises: NotImplementedError under ``fallback="error"``; and on every worker the error that torch raises on that one.
     """
     if args and isinstance(args[0], torch.Tensor) and type(args[0]) is not GlobalTensor and writes(func, kwargs):
         return write(func, args, kwargs, args[0], (args, kwargs))
@@ -69,7 +69,7 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     in_place = writes(func, kwargs)
     gathered = {id(one): apart.takes(_gathered(one, worker, name, in_place), is_leaf(one)) for one in found}
 
-    beside: list[torch.Tensor] = []  # the tensors that every worker has
+    beside: list[torch.Tensor] = []  # the replicated tensors among the arguments
 
     def plain(one: torch.Tensor) -> Any:
         if type(one) is GlobalTensor:
@@ -115,16 +115,16 @@ def _observed(
     inputs: Sequence[torch.Tensor],
     beside: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], Outcome]:
-    """Call a function: the tensors that it gives, and what the others are told."""
+    """Call a function. Returns its result tensors, and the outcome to tell the other workers."""
     writes_seen = Writes(func, [*inputs, *beside])
     result = func(*args, **kwargs)
     return observed(result, inputs, beside, writes_seen)
 
 
 def _gathered(x: GlobalTensor, worker: int, name: str, in_place: bool) -> torch.Tensor:
-    """A tensor on the worker that computes: contiguous and alone in memory, for the function may ask for strides.
+    """Gather x on one worker, contiguous and alone in its memory, for the function may ask for strides.
 
-    Where that writes in place, it is not a block, which is written later.
+    If the function writes in place, it gets no block, which is written later.
     """
     y = moved(x, x._context.whole(x.shape, worker), name)
     lies_so = y.is_contiguous() and y.untyped_storage().nbytes() == y.numel() * y.itemsize
@@ -132,7 +132,7 @@ def _gathered(x: GlobalTensor, worker: int, name: str, in_place: bool) -> torch.
 
 
 def _share(plain: torch.Tensor, context: Context, worker: int, name: str) -> None:
-    """Bring what one worker has written into a tensor that all of them have to the others."""
+    """Copy a replicated tensor that one worker has written to all workers."""
     owned = context.whole(tuple(plain.shape), worker)
     block = plain.detach() if context.me == worker else torch.zeros(owned.local, dtype=plain.dtype, device=plain.device)
     whole = value_of(block, owned, name)
@@ -148,10 +148,11 @@ def _imagine(
     inputs: Sequence[torch.Tensor],
     found: list[GlobalTensor],
 ) -> Outcome:
-    """What the worker that runs a function would tell the others, where it is not there.
+    """Return the outcome that the worker of the function would tell, in a rehearsal, by a call with meta tensors.
 
     Args:
-        inputs: what this worker has of the tensors that are found among the arguments.
+        inputs: what this worker passes for the global tensors among the arguments.
+        found: these global tensors.
     """
 
     def imagined(one: torch.Tensor) -> torch.Tensor:
@@ -169,7 +170,10 @@ def _imagine(
 def _spread(
     described: Described, value: torch.Tensor, worker: int, found: list[GlobalTensor], name: str
 ) -> GlobalTensor:
-    """A result, which one worker has, split over the workers of the first argument."""
+    """Split a result that one worker has over the workers of the first argument; write a written input back.
+
+    Raises: RuntimeError if the function resizes a tensor that is not contiguous, or writes overlapping windows.
+    """
     extents, context = described.shape, found[0]._context
     x = found[described.same] if described.same >= 0 else None
     if x is not None and not described.written:
@@ -179,12 +183,12 @@ def _spread(
     target = split if owned.rulers else owned
     block = moved_block(value, owned, target, name)
     if x is None:
-        if described.view >= 0:  # (it may have stayed in the memory of a block, whose writes the others do not see)
+        if described.view >= 0:  # on one worker, the result may still lie in the memory of a block
             block = block.clone()
         y = GlobalTensor._of(block, target)
         if described.strides:
             y._strides = described.strides
-        if described.view >= 0:  # what is written into it would not reach the tensor that it is a view of
+        if described.view >= 0:
             note_copied(found[described.view], y, placed=False)
         return y
     if resized:
@@ -197,7 +201,7 @@ def _spread(
         lies_alone(x)
     elif block is not x._block:
         check_apart(x, name)
-        # (into a leaf, torch writes without a gradient only)
+        # torch writes into a leaf only without gradients
         with torch.set_grad_enabled(torch.is_grad_enabled() and not (x._block.requires_grad and is_leaf(x))):
             x._block.copy_(block)
     note_written(x, name)
@@ -205,7 +209,7 @@ def _spread(
 
 
 def split_like(context: Context, extents: Shape, workers: IntArray) -> KnownLayout:
-    """An even split of a new tensor over the workers of another: over the same axes if it has as many dims."""
+    """Return the even split of a new tensor over an array of workers: as its axes go, or else along the longest dim."""
     if workers.ndim == len(extents):
         return context.balanced(workers, extents)
     if not extents:
@@ -215,13 +219,14 @@ def split_like(context: Context, extents: Shape, workers: IntArray) -> KnownLayo
 
 
 def _announce(context: Context, name: str, found: list[GlobalTensor]) -> None:
+    """Note a fallback; warn of it once for each line of code, or raise NotImplementedError, as ``fallback=`` says."""
     path, mode = current_place()
     nbytes = sum(prod(one.shape) * one.dtype.itemsize for one in found)
     where = f"{path}: " if path else ""
     if mode == "error":
         raise NotImplementedError(
             f"{where}{name} has no op for global tensors, and fallback='error' forbids to bring {nbytes} bytes "
-            "together on one worker; enter one with distdl.register, or use distdl.local_map"
+            "together on one worker; give it a handler by distdl.register, or use distdl.local_map"
         )
     frame, level = users_call()
     site = (name, path, frame.f_code.co_filename, frame.f_lineno)

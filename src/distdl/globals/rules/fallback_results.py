@@ -1,4 +1,4 @@
-"""What a function gives that runs on one worker, as the others are told of it: its values, and what its tensors are."""
+"""What the worker that runs a function tells the others of its results: their structure, and facts of each tensor."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _EMPTY = torch.empty(0, device="cpu")
 
 
 class Described(NamedTuple):
-    """A tensor of the worker that runs the function.
+    """A result tensor, on the worker that runs the function.
 
     Attributes:
-        dtype: its code.
-        gradient: whether it requires one.
-        same: which input it is; -1 if it is none.
-        written: whether the function has written into that input.
-        view: in the memory of which input it lies; -1 if in none.
-        strides: in memory, where they are not those of a contiguous tensor.
+        dtype: the code of its dtype.
+        gradient: whether it requires a gradient.
+        same: the place of the input that it is; -1 if it is none.
+        written: whether the function has written that input.
+        view: the place of the input in whose storage it lies; -1 if it has its own.
+        strides: its strides; ``()`` means contiguous.
     """
 
     shape: Shape
@@ -39,10 +39,7 @@ class Described(NamedTuple):
 
     @classmethod
     def of(cls, value: torch.Tensor, inputs: Sequence[torch.Tensor], writes_seen: Writes) -> Described:
-        """That of a value, from beside the inputs of the function.
-
-        Raises: TypeError if it is no dense tensor.
-        """
+        """Describe a tensor beside the inputs of the function. Raises TypeError if it is sparse or nested."""
         if value.layout is not torch.strided or value.is_nested:
             layout = "nested" if value.is_nested else str(value.layout)
             raise TypeError(f"its result is a {layout} tensor, {NO_BLOCKS}")
@@ -55,14 +52,14 @@ class Described(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a function gives, as it can be sent. Of classes of tuples, only torch's named ones are kept.
+    """The result of a function as values that can be sent. Of named tuples, only torch's own are kept.
 
     Attributes:
-        result: its structure, with empty tensors.
-        kind: which of ``torch.return_types`` it is; empty if it is none.
-        tensors: those of the result, in their order, and behind them the inputs that were written and are not among
-            them, as by ``torch._foreach_add_``.
-        beside: which of the tensors that every worker has were written.
+        result: the structure of the result, with empty tensors.
+        kind: its class in ``torch.return_types``; empty if it is of none.
+        tensors: a ``Described`` for each tensor of the result, and then for each input that was written and not
+            returned, as by ``torch._foreach_add_``.
+        beside: the places of the replicated tensors that were written.
     """
 
     result: Any
@@ -71,7 +68,7 @@ class Outcome(NamedTuple):
     beside: Sequence[int]
 
     def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """The result, of these tensors."""
+        """Return the result with these tensors in the places of the empty ones."""
         rest = iter(tensors)
         result = map_tensors(self.result, lambda _: next(rest))
         return getattr(torch.return_types, self.kind)(result) if self.kind else result
@@ -80,9 +77,12 @@ class Outcome(NamedTuple):
 def observed(
     result: Any, inputs: Sequence[torch.Tensor], beside: Sequence[torch.Tensor], writes_seen: Writes
 ) -> tuple[list[torch.Tensor], Outcome]:
-    """The tensors of an outcome, and the outcome.
+    """Return the tensors of an outcome, and the outcome.
 
-    Raises: TypeError if one of them is no dense tensor, or for a class of tuples that is not torch's.
+    Args:
+        inputs: the gathered arguments of the function.
+        beside: its replicated arguments.
+    Raises: TypeError if a tensor is sparse or nested, or a tuple is of a class that is not torch's.
     """
     kind, tensors = "", tensors_in(result)
     if type(result).__module__ == _KINDS:
@@ -98,8 +98,8 @@ def observed(
 def _check_tuples(value: Any) -> None:
     if isinstance(value, tuple) and type(value) not in (tuple, torch.Size):
         raise TypeError(
-            f"its result has a {type(value).__name__}, a class of tuples that is not kept where one worker computes; "
-            "give a tuple or a dict, or enter the function with distdl.register"
+            f"its result has a {type(value).__name__}, a class of tuples that other workers cannot rebuild; give a "
+            "tuple or a dict, or give the function a handler by distdl.register"
         )
     for one in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ():
         _check_tuples(one)

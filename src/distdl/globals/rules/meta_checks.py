@@ -1,4 +1,4 @@
-"""What torch says of arguments, asked of tensors without memory."""
+"""Let torch check arguments on meta tensors of the whole shapes, so that every worker raises torch's own errors."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from distdl.tensors.modes import uncounted
 
 
 def judge(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Let torch check the shapes and dtypes of whole tensors, and the options beside them.
+    """Let torch check the shapes and dtypes of whole tensors, and the options beside them. Returns True.
 
-    What it refuses without memory, it is asked again of zeros in one place, because some errors then have other texts.
+    If torch refuses meta tensors, it is asked again of expanded zeros, because some errors then have other texts.
 
     Args:
-        args, kwargs: of a function of torch that reads no tensor's values.
-    Returns: True.
-    Raises: on every worker what torch raises, before anything moves.
+        func: a function of torch that reads no values of its arguments.
+    Raises: on every worker the error that torch raises, before any message.
     """
     with uncounted():
         given, named = map_tensors((args, kwargs), lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
         try:
             func(*given, **named)
             return True
-        except NotImplementedError:  # torch computes nothing of this without memory
+        except NotImplementedError:  # torch has no meta kernel
             raise
         except Exception as problem:
             refused = problem
@@ -46,10 +45,11 @@ def judged(
     input: torch.Tensor | None = None,
     sized: Collection[int] = (),
 ) -> None:
-    """The same, asked once for each combination.
+    """Check arguments as :func:`judge` does, once for each combination of shapes, dtypes and options.
 
     Args:
-        input, sized: an argument, and those of its dims whose sizes torch looks at.
+        input: an argument; its sizes count only as far as :func:`rough` tells them apart.
+        sized: the dims of this argument whose sizes torch looks at.
     """
     found: list[Context] = []
     own = (input, sized)
@@ -58,10 +58,11 @@ def judged(
 
 
 def _described(value: Any, found: list[Context], own: tuple[torch.Tensor | None, Collection[int]]) -> Hashable:
-    """A value of arguments as a key: of a tensor, what torch sees without its memory.
+    """Return a structure of arguments as a key: of each tensor, its shape and dtype.
 
     Args:
-        own: an argument, and those of its dims whose sizes torch looks at.
+        found: gets the contexts of the global tensors.
+        own: the ``input`` and ``sized`` of :func:`judged`.
     """
     if isinstance(value, torch.Tensor):
         if type(value) is GlobalTensor:
@@ -71,47 +72,45 @@ def _described(value: Any, found: list[Context], own: tuple[torch.Tensor | None,
         return tuple([_described(one, found, own) for one in value])
     if isinstance(value, dict):
         return tuple([(name, _described(one, found, own)) for name, one in value.items()])
-    return type(value), value  # (1, 1.0 and True are equal)
+    return type(value), value  # with its type, for 1, 1.0 and True are equal
 
 
 def rough(shape: Shape, sized: Collection[int] = ()) -> Shape:
-    """Of some dims their sizes, of the others whether they have no cells, one or more.
+    """Return a shape in which sizes above 2 become 2, but along some dims.
 
-    (A part of torch's judgement is written in Python and takes milliseconds, and pictures may all be of other sizes.)
+    So one check counts for many sizes: some of torch's checks take milliseconds, and each image may have its own size.
     """
     return tuple([n if dim in sized else min(n, 2) for dim, n in enumerate(shape)])
 
 
 def judge_dtype(func: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
-    """Let torch check that it computes with the dtype of a whole tensor, which it does not where a block has no cells.
+    """Let torch check a rare dtype of x by a call with zeros, because it takes more dtypes for a block without cells.
 
     Args:
-        func: gets zeros, one or two along each dim of the tensor. (Of no cells torch takes more dtypes, but workers
-            would have to add them up.)
-    Raises: on every worker what torch raises.
+        func: is called with zeros of one or two elements along each dim of x.
+    Raises: on every worker the error that torch raises.
     """
     if x.dtype in RARE:
         func(torch.zeros([min(max(n, 1), 2) for n in x.shape] or [1], dtype=x.dtype, device=x.device))
 
 
 def judge_dtypes(func: Callable[..., Any], *tensors: torch.Tensor | None) -> None:
-    """Let torch check that it computes with the dtypes of whole tensors beside each other, which it does not without
-    memory.
+    """Let torch check the dtypes of several tensors, which it does not check on meta tensors.
 
     Args:
-        func: gets zeros, one or two along each dim, on the tensors' device; None as it is. (Equal sizes stay equal.)
-    Raises: on every worker what torch raises.
+        func: is called with zeros of one or two elements along each dim, so equal sizes stay equal; None as it is.
+    Raises: on every worker the error that torch raises.
     """
+
+    def small(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros([min(max(n, 1), 2) for n in x.shape], dtype=x.dtype, device=x.device)
+
     with uncounted():
-        func(*[one if one is None else _small(one) for one in tensors])
-
-
-def _small(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros([min(max(n, 1), 2) for n in x.shape], dtype=x.dtype, device=x.device)
+        func(*[one if one is None else small(one) for one in tensors])
 
 
 def frozen(value: Any) -> Hashable:
-    """A value of arguments as a key."""
+    """Return an argument as a key. A tensor in it has to be a number, as of dims or cells, which a model computed."""
     if isinstance(value, (list, tuple)):
         return tuple(map(frozen, value))
     if isinstance(value, dict):
@@ -119,24 +118,26 @@ def frozen(value: Any) -> Hashable:
     if isinstance(value, slice):
         return (slice, frozen(value.start), frozen(value.stop), frozen(value.step))
     if isinstance(value, torch.Tensor):
-        return int(value)  # (a number of dims or cells, which a model computed)
-    return (type(value), value) if isinstance(value, (bool, float)) else value  # (1, 1.0 and True are equal)
+        return int(value)
+    return (type(value), value) if isinstance(value, (bool, float)) else value  # 1, 1.0 and True are equal
 
 
 def shape_of(func: Callable[..., Any], x: GlobalTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Shape:
-    """The shape that torch's function gives to a whole tensor; torch's error if it refuses. Asked once."""
+    """Return the shape of the result of torch's function for the whole tensor x. Torch is asked once, on a meta tensor.
 
+    Raises: the error that torch raises.
+    """
     key: Any = frozen(args)
 
     def make() -> Shape:
-        given = map(_with_numbers, args, key)  # (to ask for one again would send messages, and not all come here)
+        given = map(_with_numbers, args, key)  # reading a global number again would send messages, not on all workers
         return tuple(func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *given, **kwargs).shape)
 
     return x._context.keep(("shape", func, x.shape, x.dtype.is_complex, key, frozen(kwargs)), make)
 
 
 def _with_numbers(value: Any, key: Any) -> Any:
-    """A value of arguments, with the numbers of its key in the places of tensors."""
+    """Return an argument in which the numbers of its key replace tensors."""
     if isinstance(value, torch.Tensor):
         return key
     if isinstance(value, (list, tuple)):
@@ -147,14 +148,14 @@ def _with_numbers(value: Any, key: Any) -> Any:
 def check_range(
     x: torch.Tensor, first: int, stop: int, refuse: Callable[[torch.Tensor], Any], ignored: int | None = None
 ) -> None:
-    """Check indices that this worker reads, where the function of its block would not: ``range(first, stop)`` is right.
+    """Check that the indices which this worker reads are in ``range(first, stop)``, as torch checks whole tensors.
 
-    On a GPU nothing waits for the answer: a wrong index ends the work there, as it does in torch.
+    On a GPU nothing waits for the answer: a wrong index fails a device-side assertion, as in torch.
 
     Args:
-        refuse: torch's function of a tensor of the host that has one wrong index: it raises.
-        ignored: an index that is right, too.
-    Raises: what torch raises, on the workers that read a wrong index. The others learn of it as of any failure.
+        refuse: is called with a wrong index, on the host, and raises torch's error.
+        ignored: an index that is allowed, too.
+    Raises: torch's error, on the workers that read a wrong index. The others learn of it as of any failure.
     """
     if x.is_meta or not x.numel():
         return
@@ -162,7 +163,7 @@ def check_range(
         low, high = torch.aminmax(x)
         if first <= int(low) and int(high) < stop:
             return
-    x = x.long()  # (uint8 would take -100 for 156)
+    x = x.long()  # uint8 would take -100 for 156
     wrong = (x < first) | (x >= stop)
     if ignored is not None:
         wrong &= x != ignored

@@ -1,4 +1,4 @@
-"""Which parameters of torch's functions are numbers: those for which torch takes the value of a tensor without dims."""
+"""Find the parameters of torch's functions that are numbers: torch takes the value of a tensor without dims there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Numbers(NamedTuple):
 
 @cache
 def numbers_of(function: Callable[..., Any]) -> Numbers:
-    """Those that are numbers, or lists of integers, and can be no tensor. (One integer may stand for a list.)"""
+    """Return the parameters that are numbers or lists of integers, and tensors in no form of the function."""
     at: dict[int, set[str]] = {}
     called: dict[str, set[str]] = {}
     for parameters in _forms(function):
@@ -30,7 +30,7 @@ def numbers_of(function: Callable[..., Any]) -> Numbers:
             called.setdefault(name, set()).add(kind)
             if is_placed:
                 at.setdefault(place, set()).add(kind)
-    known = _NUMBERS | {"Dimname", "str", "Optional[str]"}  # (other forms of torch's, which take no tensor, either)
+    known = _NUMBERS | {"Dimname", "str", "Optional[str]"}  # kinds that are no tensor
 
     def are_numbers(kinds: set[str]) -> bool:
         return kinds <= known and bool(kinds & _NUMBERS)
@@ -42,7 +42,7 @@ def numbers_of(function: Callable[..., Any]) -> Numbers:
 
 
 def _forms(function: Any) -> list[list[tuple[str, str, bool]]]:
-    """For each form that a function has: the names of its parameters, what they are, and whether they have a place."""
+    """Return the parameters of each form of a function: their names, kinds, and whether they may be passed by place."""
     if isinstance(function, FunctionType):
         try:
             found = signature(function).parameters.values()
@@ -54,23 +54,23 @@ def _forms(function: Any) -> list[list[tuple[str, str, bool]]]:
         return []
     schemas = [getattr(packet, name)._schema.arguments for name in packet.overloads()]
     return [
-        [(one.name, _plain(str(one.type)), not one.kwarg_only) for one in arguments]
+        [(one.name, _required(str(one.type)), not one.kwarg_only) for one in arguments]
         for arguments in schemas
         if arguments and str(arguments[0].type) in ("Tensor", "List[Tensor]")
     ]
 
 
-def _plain(kind: str) -> str:
+def _required(kind: str) -> str:
     return kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
 
 
 def _annotated(parameter: Parameter) -> str:
-    """What torch says of a parameter in Python: that it is a number, or something else."""
+    """Return the kind of a parameter of a function in Python: that of a number, or ``unknown``."""
     annotation, default = parameter.annotation, parameter.default
     if annotation is Parameter.empty:
         return type(default).__name__ if type(default) in (int, float) else "unknown"
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", None) or str(annotation)
     if str(annotation) == "list[int]":
         return "List[int]"
-    kinds = set(_plain(text).replace(" ", "").split("|")) - {"None"}
+    kinds = set(_required(text).replace(" ", "").split("|")) - {"None"}
     return "float" if kinds & {"int", "float"} and kinds <= {"int", "float", "str"} else "unknown"

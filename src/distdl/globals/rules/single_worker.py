@@ -1,6 +1,6 @@
-"""What one worker computes, as one node of the autograd graph on every worker.
+"""A function that one worker runs, as one node of the autograd graph of every worker.
 
-Its derivative is computed on that worker, too, apart from the graph that all have; if that raises, every worker raises.
+The same worker computes its derivative, in a graph apart from that of all workers. If it fails, every worker raises.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _KINDS: dict[str, type[Exception]] = {one.__name__: one for one in _RAISED}
 
 
 class Apart:
-    """A function that runs on one worker, and what it takes.
+    """A function that runs on one worker, with its arguments.
 
-    Its own graph begins where it takes a tensor, and ends at its results. The workers' graph goes past it, from what it
-    takes to what it :meth:`gives`, so that it looks the same on all of them.
+    Its own graph begins at the tensors that it takes, and ends at its results. The workers' graph leads past it, from
+    the tensors that it :meth:`takes` to those that it :meth:`gives`, and is the same on all of them.
 
     Args:
-        worker: the one that runs it.
-        name: of the function.
+        worker: the worker that runs the function.
+        name: the name of the function, for errors.
     """
 
     def __init__(self, context: Context, worker: int, name: str) -> None:
         self.context, self.worker, self.name = context, worker, name
-        self.links: list[torch.Tensor] = []  # in the workers' graph, of the shapes of what is taken, without memory
-        self.edges: list[GradientEdge] = []  # where it was taken, in the function's own graph
-        self.again = False  # whether derivatives are themselves differentiated: through the same graph, several times
+        self.links: list[torch.Tensor] = []  # expanded zeros of the taken shapes, in the workers' graph
+        self.edges: list[GradientEdge] = []  # of the taken tensors, in the function's own graph
+        self.again = False  # whether a derivative is differentiated, so that the same graph is used several times
 
     def takes(self, x: torch.Tensor, is_leaf: bool = False) -> torch.Tensor:
-        """What the function gets in the place of x: the same memory.
+        """Return the tensor that the function gets for x, in the same memory.
 
         Args:
-            is_leaf: whether x stands for a leaf. (One stays one: it may not be written in place.)
+            is_leaf: whether x stands for a leaf. The function gets a leaf then, which it may not write in place.
         """
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
@@ -58,22 +58,22 @@ class Apart:
         return own
 
     def runs(self) -> Any:
-        """Where the function runs. It keeps what its derivative needs, which a checkpoint would recompute alone."""
-        # (a result that its own node saves would keep the node, which keeps it: so it is detached)
+        """Return the mode in which the function runs: it keeps saved tensors, which a checkpoint would recompute."""
+        # detached: a result that its own node saves would keep that node, and the node the result
         return Keeping(lambda x: x.detach(), lambda x: x) if is_checkpointed() else nullcontext()
 
     def gives(self, results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The results in the workers' graph. On the other workers they are zeros, without volume."""
+        """Return the results in the workers' graph. Workers that do not run the function pass zeros without volume."""
         if not (self.links and results):
             return results
         given: Sequence[torch.Tensor] = _Apart.apply(self, results, *self.links)
         return given
 
     def derivative(self, links: Sequence[torch.Tensor]) -> Apart:
-        """The function's derivative, which runs on the same worker: it takes the function's arguments, too.
+        """Return the derivative as a function that runs on the same worker, and that takes the same arguments, too.
 
         Args:
-            links: to these arguments.
+            links: the links to these arguments.
         """
         made = Apart(self.context, self.worker, self.name)
         self.again = made.again = self.again or torch.is_grad_enabled()
@@ -81,31 +81,31 @@ class Apart:
         return made
 
     def check(self, problem: Exception | None) -> None:
-        """Raises: on every worker, what the derivative has raised on the one."""
+        """Raise the error of the derivative, if it failed on its worker, on every worker."""
         call, comm, everyone = f"the derivative of {self.name}", self.context.comm, self.context.everyone
         failure, failed = failure_of(problem), problem is not None
         if len(everyone) > 1 and not comm.imagined:
             owned = self.context.whole((1,), self.worker)
             flag = torch.full(owned.local, float(failed), device=self.links[0].device)
-            if value_of(flag, owned, call).item():  # (one message for each worker; a text would take several)
+            if value_of(flag, owned, call).item():  # one message to each worker; a text takes several
                 failure = broadcast_value(comm, everyone, call, self.worker, failure)
         raise_failure(failure, call, self.worker)
 
 
 def failure_of(problem: Exception | None) -> tuple[str, str] | None:
-    """The kind and the text of an error that one worker has raised, to be sent to the others; None if it has not."""
+    """Return the kind and the text of an error, to be sent to other workers; None if there is none."""
     return None if problem is None else (type(problem).__name__, str(problem))
 
 
 def raise_failure(failure: tuple[str, str] | None, call: str, worker: int) -> None:
-    """Raises: on every worker, what the one has raised, if it has."""
+    """Raise the error that one worker has told in a call; nothing if it told none."""
     if failure is not None:
         kind, text = failure
         raise _KINDS.get(kind, RuntimeError)(f"{call} of a global tensor, on worker {worker}: {text}")
 
 
 class _With(Function):
-    """A value that has the gradient of another tensor."""
+    """Return a value, and pass its gradient to another tensor."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -117,13 +117,13 @@ class _With(Function):
 
 
 class _Apart(Function):
-    """The results of a function that has run apart. (It has no forward-mode derivative: torch says so.)"""
+    """The node of the workers' graph: from links to results. Torch refuses a forward-mode derivative of it."""
 
     @staticmethod
     def forward(ctx: Any, apart: Apart, results: Sequence[torch.Tensor], *links: torch.Tensor) -> Any:
         ctx.apart = apart
         ctx.outputs = [get_gradient_edge(y) if y.requires_grad else None for y in results]
-        ctx.set_materialize_grads(False)  # (a derivative may not exist for a result that nobody uses)
+        ctx.set_materialize_grads(False)  # for a result that nobody uses a derivative may not exist
         ctx.save_for_backward(*links)
         return tuple([y.detach() for y in results])
 
@@ -133,7 +133,7 @@ class _Apart(Function):
         apart: Apart = ctx.apart
         derivative = apart.derivative(links)
         given = [(y, derivative.takes(dy)) for y, dy in zip(ctx.outputs, dys, strict=True) if dy is not None]
-        known = [(y, dy) for y, dy in given if y is not None]  # (none on the other workers)
+        known = [(y, dy) for y, dy in given if y is not None]  # empty on the other workers
         dxs: list[torch.Tensor | None] = [None] * len(links)
         problem = None
         try:
@@ -141,7 +141,7 @@ class _Apart(Function):
                 outputs, seeds = zip(*known, strict=True)
                 again, kept = torch.is_grad_enabled(), apart.again or keeps_graph()
                 found = torch.autograd.grad(outputs, apart.edges, seeds, kept, again, allow_unused=True)
-                # (a sparse one, as of a table, is added up with those of other workers)
+                # dense, because the gradient of a table, which may be sparse, is added up over workers
                 dxs = [None if dx is None else as_dense(dx) for dx in found]
         except Exception as error:
             problem = error

@@ -1,4 +1,4 @@
-"""A rule: functions that compute along whole dims. Other dims are split further instead."""
+"""The rule for functions that need some dims whole: the other dims are split over more workers instead."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from distdl.tensors.connection import no_view, zeros_on
 
 
 def along_whole(func: Callable[[torch.Tensor], Any], x: GlobalTensor, dims: Sequence[int], name: str) -> Any:
-    """Apply a function to blocks in which some dims are whole.
+    """Redistribute x so that some dims are whole, and apply a function to the blocks.
 
     A worker whose block has no cells computes with zeros, so it raises the same errors and has the same graph.
 
     Args:
-        func: gives a tensor, or a tuple of several, of as many dims. Along the dims they may have any extent, and along
-            the others they have those of the block.
+        func: returns one tensor, or a tuple of them, with as many dims as its block. Along ``dims`` the result may have
+            any extent, along the other dims it has that of the block.
     """
     layout = pencils(x._layout, dims)
     context, block = layout.context, moved(x, layout, name)

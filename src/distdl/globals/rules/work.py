@@ -1,8 +1,8 @@
-"""Work: what each worker does for a function whose operands share some of their dims, and what it needs for it.
+"""The rule for functions whose operands share dims, like ``einsum``: how the work is split, and what each worker needs.
 
-The dims of all operands have labels (see ``spreading``). The work is split as the largest operand is. Along a label
-that a worker needs whole, the axis goes to another label; along one that is summed over, each worker may also sum its
-own part, and the parts are added up.
+The dims of all operands have labels (see ``spreading``). The work is split as the largest operand is. If a worker needs
+a label whole, the axis that splits this label splits another one instead. If a label is summed over, each worker may
+also sum its own part of it, and the partial sums are added up.
 """
 
 from __future__ import annotations
@@ -28,19 +28,24 @@ from distdl.tensors.modes import unobserved
 
 
 class Need:
-    """How one operand comes to where the work is: its part, in its own order of dims.
+    """The part of one operand that this worker needs, and how it is redistributed.
 
+    Args:
+        described: the layout of the operand; the shape of a replicated one.
+        labels: the labels of its dims.
+        spread: how the work is split.
+        extents: the extent of each label.
     Attributes:
-        moves: from and to which layout, if it moves.
-        arrives: shape of this worker's part, if it moves.
-        cells: how many come to one worker then, at most.
+        moves: the layouts from which and to which it is redistributed; None if it is not.
+        arrives: the shape of this worker's part after that.
+        cells: how many cells one worker gets then, at most.
     """
 
     def __init__(
         self, context: Context, described: Any, labels: Sequence[Hashable], spread: Spread, extents: dict[Hashable, int]
     ) -> None:
         shape = tuple(described.extents) if isinstance(described, KnownLayout) else tuple(described)
-        # (in the operand's own order of dims, so that what arrives lies in memory as torch would have it)
+        # in the operand's own order of dims, so that its strides are those of torch's tensor
         order = [label for label in spread.labels if label not in labels] + list(labels)
         axes = [spread.labels.index(label) for label in order]
         behind = len(order) - len(labels)
@@ -70,11 +75,12 @@ class Need:
             self.moves = (owned, needed) if order else (owned.lifted(1), needed.lifted(1))
 
     def __call__(self, operand: Any, context: Context, name: str) -> torch.Tensor:
+        """Return this worker's part of an operand."""
         block = self.given(operand, context)
         return block if self.moves is None else moved_block(block, *self.moves, name).reshape(self.arrives)
 
     def given(self, operand: Any, context: Context) -> torch.Tensor:
-        """This worker's part of an operand, or the block of it that moves."""
+        """Return this worker's part of an operand, or its block, if that has to be redistributed to become the part."""
         if type(operand) is not GlobalTensor:
             plain = entered(operand, context)
             check_dense(plain)
@@ -88,14 +94,14 @@ def _length(interval: Interval) -> int:
 
 
 class Work:
-    """What workers do for a function of labelled operands. Set up once for operands in the same layouts.
+    """How workers compute a function of labelled operands. It is set up once for operands in the same layouts.
 
     Args:
-        described: of each operand, its layout, or the shape of one that is the same everywhere.
-        labels: of each operand's dims.
-        out: labels of the result. Those that are not among them are summed over, or needed whole.
-        adds: whether the function may be applied to parts of what it sums over, and the results added up.
-        lead: the operand that says how the work is split; the largest if not given.
+        described: for each operand, its layout; the shape of a replicated one.
+        labels: for each operand, the labels of its dims.
+        out: the labels of the result. The function sums over the others, or needs them whole.
+        adds: whether the function may be applied to parts of a label that it sums over, and the results added up.
+        lead: the place of the operand that says how the work is split; if None, the largest.
         whole: labels of the result along which it is not split, either.
     """
 
@@ -141,7 +147,7 @@ class Work:
         self.entries = entries.layout(context, [*summed, *out])
         self.summed = len(summed)
         for label in summed:
-            # (along the samples of the operand that leads, if they are many: what comes next reads whole features)
+            # split along the samples of the leading operand, if they are many: the next layer reads whole features
             least = SPACIOUS * entries.places(label)
             long = [one for one in labels[lead] if one in out and entries.longest(one) >= least]
             entries = entries.whole_along(label, long[:1] or list(out))
@@ -151,16 +157,16 @@ class Work:
         self.partial = self.entries.local[self.summed :] if self.entries.active else blank
         if not self.summed and not out:
             self.partial = self.result.local
-        # (of single cells, and of none, torch makes products by other functions)
+        # torch computes products of single cells, and of none, by other functions
         idle = 0 in self.partial or any(0 in need.local for need in self.needs)
         self.tries = idle or any(len(along) > 1 and min(map(_length, along)) < 2 for along in spread.intervals)
 
     def mine(self, label: Hashable) -> Interval:
-        """Which cells along a label of the result this worker computes; none where it computes nothing."""
+        """Return the cells along a label of the result that this worker computes; an empty interval if it is idle."""
         return self.entries.box[self.summed + self.out.index(label)]
 
     def parts(self, operands: Sequence[Any], name: str) -> list[torch.Tensor]:
-        """What this worker needs of each operand. What moves is under way at the same time."""
+        """Return this worker's part of each operand. All messages travel at the same time."""
         found = [need.given(one, self.context) for need, one in zip(self.needs, operands, strict=True)]
         moving = [(place, need.moves) for place, need in enumerate(self.needs) if need.moves is not None]
         blocks = moved_blocks([(found[place], *moves) for place, moves in moving], name)
@@ -171,10 +177,10 @@ class Work:
     def __call__(
         self, func: Callable[..., torch.Tensor], operands: Sequence[Any], name: str, options: Hashable = ()
     ) -> GlobalTensor:
-        """Apply a function to the parts of its operands.
+        """Apply a function to this worker's parts of the operands, and return the global result.
 
         Args:
-            options: of the function, on which the dtype of its result depends.
+            options: those options of the function on which the dtype of its result depends.
         """
         parts = self.parts(operands, name)
         dtype = self.result_dtype(func, operands, (name, options))
@@ -184,15 +190,14 @@ class Work:
     def result_dtype(
         self, func: Callable[..., torch.Tensor], operands: Sequence[Any], kind: Hashable
     ) -> torch.dtype | None:
-        """The dtype of the result, the same on every worker; None where what the function gives has it.
+        """Return the dtype of the result, the same on every worker; None if the result of any part has it.
 
-        torch makes products of single cells by other functions, which cast otherwise under autocast; and of no cells,
-        it takes dtypes that it else refuses. So the function is tried once, on as many cells as tell a single one from
-        several.
+        For single cells, torch computes products by other functions, which autocast casts otherwise; for no cells, it
+        takes dtypes that it refuses else. So the function is tried once, on zeros of one or two cells along each dim.
 
         Args:
-            kind: beside the function's name, what tells it apart from others that give other dtypes.
-        Raises: what the other workers raise for these dtypes, if torch might not raise it for this worker's parts.
+            kind: with the function's name, the key of this dtype.
+        Raises: the error that other workers get for these dtypes, also if torch takes this worker's parts.
         """
         cast = autocast_dtype(operands[0])
         if cast is None and not self.tries:
@@ -210,7 +215,7 @@ class Work:
         return self._dtypes[key]
 
     def finish(self, y: torch.Tensor, name: str) -> GlobalTensor:
-        """The result of what workers have computed."""
+        """Return the global result of what this worker has computed; partial sums are added up."""
         if self.summed:
             y = y.reshape(self.entries.local)
             y = moved_block(y, self.entries, self.gathered, name)
@@ -227,11 +232,12 @@ def _whole_where_needed(
     adds: bool,
     cells: Callable[[Spread], int],
 ) -> tuple[Spread, list[Hashable]]:
-    """A spread in which labels are whole that may not be split, and the labels along which parts are added up.
+    """Make those labels of a spread whole that may not be split, in the way by which one worker gets fewest cells.
 
     Args:
         out, whole, adds: as of :class:`Work`.
-        cells: how many cells come to one worker, at most; of several ways, the one of the fewest is taken.
+        cells: returns how many cells one worker gets for a spread, at most.
+    Returns: the new spread, and the labels along which partial sums are added up.
     """
     summed: list[Hashable] = []
     free = [one for one in out if one not in whole]
@@ -261,7 +267,7 @@ def work_on(
     lead: int | None = None,
     whole: Sequence[Hashable] = (),
 ) -> Work:
-    """The work of a function of these operands: see :class:`Work`."""
+    """Return the work for these operands, made once: see :class:`Work`."""
     context: Context = next(one._context for one in operands if type(one) is GlobalTensor)
     described = tuple(one._layout if type(one) is GlobalTensor else tuple(one.shape) for one in operands)
     key = ("work", described, tuple(map(tuple, labels)), tuple(out), adds, lead, tuple(whole))
@@ -269,12 +275,12 @@ def work_on(
 
 
 def checked(func: Callable[..., Any], operands: Sequence[Any], *rest: Any, compares: bool = False) -> None:
-    """Let torch check the shapes of whole operands.
+    """Let torch check the shapes of whole operands, once for each combination.
 
     Args:
-        compares: whether torch looks only which sizes are equal, none and one. Then it is asked once for all shapes in
-            which the same are. (It answers in Python, in milliseconds, and texts may grow by a word at a time.)
-    Raises: on every worker what torch raises.
+        compares: whether torch looks only which sizes are equal, 0 or 1. Then one check counts for all shapes in which
+            the same ones are. Some checks take milliseconds, and the length of a text may be new in every call.
+    Raises: on every worker the error that torch raises.
     """
     shapes = tuple(tuple(one.shape) for one in operands)
     context: Context = next(one._context for one in operands if type(one) is GlobalTensor)
@@ -290,6 +296,6 @@ def checked(func: Callable[..., Any], operands: Sequence[Any], *rest: Any, compa
 
 
 def _numbered(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-    """Shapes in which the same sizes are equal, none and one, whatever the sizes are."""
+    """Number the sizes in shapes by their first occurrence; 0 and 1 stay."""
     numbers = {0: 0, 1: 1}
     return tuple(tuple(numbers.setdefault(n, len(numbers)) for n in shape) for shape in shapes)
