@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.environment.arguments import brief
 from distdl.geometry.boxes import Shape
-from distdl.globals.blocks.local_results import edge_of, global_of, is_place, layouts_of, needed_of, shapes_of
+from distdl.globals.blocks.local_results import Case, edge_of, is_place, results_of, shapes_of
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.tensor.block import Block, as_blocks
 from distdl.globals.tensor.entering import entered
@@ -34,31 +34,30 @@ from distdl.tensors.memory import without_memory
 def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., Any]:
     """Turn a function of blocks into a function of global tensors. Differentiable; nothing moves.
 
-    Every worker calls the result. The function gets plain tensors: this worker's block of each global tensor, which is
-    empty on a worker that holds no cells, and other tensors as they are. The caller has to know that
-
-    - blocks are enough: the function needs no neighbours, and no sums over split dims;
-    - a result depends on the same arguments in every call with given layouts, or a backward ends in an error. On a
-      worker without cells it may depend on fewer, but not in a checkpoint, nor for second derivatives;
-    - a tensor that is no argument, as a weight in a closure, gets only this worker's part of its gradient.
+    Every worker calls it. The function gets plain tensors: this worker's block of each global tensor, which is empty on
+    a worker that holds no cells, and other tensors as they are. It is the caller who knows that blocks are enough: that
+    the function needs no neighbours, and no sums over split dims. A result has to depend on the same arguments in every
+    call with given layouts, or a backward ends in an error. On a worker without cells it may depend on fewer, but not
+    in a checkpoint, nor for second derivatives.
 
     A plain argument is the same on every worker, and its gradient is added up over all of them, as that of a weight of
-    a distributed model is. A block of a distributed forward gets its own gradient; outside of a forward, a block that
-    requires one is an error. If the function raises on some workers only, all of them raise a CommunicationError that
-    says so, sooner or later.
+    a distributed model. A block of a distributed forward gets its own gradient; outside of a forward, a block that
+    requires one is an error. A tensor that is no argument, as a weight in a closure, gets this worker's part of its
+    gradient only. If the function raises on some workers only, all of them raise a CommunicationError that says so,
+    sooner or later.
 
     Args:
-        function: takes and returns plain tensors: one, or a tuple or list of them.
+        function: takes plain tensors; returns one, or a tuple or list of them.
         out: the layout of the results. ``"same"``: that of the first global argument. A layout. A partition: the blocks
             tile a tensor over it, of sizes that the workers tell each other once for each combination of layouts,
             dtypes and arguments that require a gradient. Or a function from the layouts of the global arguments to
             one of these; for several results, a tuple of them.
-    Raises: TypeError for another ``out``, or if a function in ``out`` returns another. In a call, on every worker:
-        ValueError if a result is a global or sparse tensor, an object that is no number, text or constant of torch, or
-        tensors in a further structure; if its block has another shape than its layout says; if there are more or fewer
-        results than places in ``out``; and if workers differ in the number of results, in which of them are tensors,
-        in their dtypes, or in which arguments require a gradient. CommunicationError if workers differ in ``out``. They
-        compare all this in the first call with given layouts, dtypes and arguments that require a gradient.
+    Raises: TypeError for another ``out``, also of a function. In a call, on every worker: ValueError if a result is a
+        global or sparse tensor, an object that is no number, text or constant of torch, or tensors in a further
+        structure; if its block has another shape than its layout says; if ``out`` has places for more or fewer results;
+        and if workers differ in the number of results, in which of them are tensors, in their dtypes, or in which
+        arguments require a gradient. CommunicationError if workers differ in ``out``. They compare all this in the
+        first call with given layouts, dtypes and arguments that require a gradient.
     """
     for place in out if isinstance(out, (tuple, list)) else (out,):
         if not (is_place(place) or callable(place)):
@@ -69,64 +68,68 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
 
     @wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        check_one_world("local_map", (args, kwargs))
-        found = [one for one in tensors_in((args, kwargs)) if type(one) is GlobalTensor]
-        context = found[0]._context if found else None
-        inputs: list[torch.Tensor] = []
-        curved: list[bool] = []
-        blocks: list[_Argument] = []
-
-        def plain(one: torch.Tensor) -> torch.Tensor:
-            if type(one) is GlobalTensor:
-                blocks.append(_Argument.of(one))
-                one = blocks[-1].given
-            elif context is None or type(one) is Block or is_on_blocks():
-                one = plain_of(current(one))  # each worker has its own gradient of a block
-            else:
-                check_no_block(one)
-                one = entered(current(one), context)
-            curved.append(one.requires_grad and torch.is_grad_enabled())
-            if curved[-1]:
-                inputs.append(one)
-            return one
-
-        given, named = map_tensors((args, kwargs), plain)
-        edges = [] if context is None else list(map(edge_of, inputs))  # before the function may write into the inputs
-        try:
-            with on_blocks():
-                y = map_tensors(function(*given, **named), plain_of)
-            for each in blocks:
-                each.settle()
-        except Exception as error:
-            if context is not None and not context.comm.imagined:
-                meet_in(error, f"a call of local_map of {name_of(function)}", context)
-            raise
-        if context is None:
-            return as_blocks(y)
-        layouts, kinds = tuple(one._layout for one in found), tuple(one.dtype for one in found)
-
-        def shapes_on(worker: int) -> list[Shape | None]:
-            """Return the shapes of the results of another worker, in a rehearsal."""
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
-                given, named = map_tensors((args, kwargs), partial(_without_values, worker=worker))
-                y = function(*given, **named)
-            return shapes_of(y if isinstance(y, (tuple, list)) else [y])
-
-        several = isinstance(y, (tuple, list))
-        ys = list(y) if several else [y]
-        form = f"a {type(y).__name__} of {len(ys)}" if several else "one result"
-        case = layouts, kinds, tuple(curved)
-        needed = partial(needed_of, edges=edges, inputs=inputs)
-        known = layouts_of(context, function, out, case, form, ys, needed, shapes_on)
-        results = [
-            global_of(block, layout, [inputs[number] for number in others], requires_grad)
-            for block, (layout, others, requires_grad) in zip(ys, known, strict=True)
-        ]
-        if not several:
-            return results[0]
-        return type(y)(*results) if hasattr(y, "_fields") else type(y)(results)
+        return _Call(function, args, kwargs).results(out)
 
     return mapped
+
+
+class _Call:
+    """One call of a function on blocks. Its context is None if no argument is global."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        check_one_world("local_map", (args, kwargs))
+        self.function, self.given = function, (args, kwargs)
+        self.context = next((one._context for one in tensors_in(self.given) if type(one) is GlobalTensor), None)
+        self.found: list[_Argument] = []  # the global arguments
+        self.inputs: list[torch.Tensor] = []  # the plain tensors that require a gradient
+        self.curved: list[bool] = []  # for each tensor argument, whether it requires one
+
+    def results(self, out: Any) -> Any:
+        """Run the function, and make its results global. See :func:`local_map`."""
+        args, kwargs = map_tensors(self.given, self._plain)
+        edges = [] if self.context is None else list(map(edge_of, self.inputs))  # the function may write the inputs
+        y = self._run(args, kwargs)
+        if self.context is None:
+            return as_blocks(y)
+        tensors = [one.of_tensor for one in self.found]
+        layouts, dtypes = tuple(one._layout for one in tensors), tuple(one.dtype for one in tensors)
+        case = Case(layouts, dtypes, tuple(self.curved))
+        return results_of(self.context, self.function, out, case, y, self.inputs, edges, self._shapes_on)
+
+    def _plain(self, one: torch.Tensor) -> torch.Tensor:
+        """Return the plain tensor that the function gets for an argument."""
+        if type(one) is GlobalTensor:
+            self.found.append(_Argument.of(one))
+            one = self.found[-1].given
+        elif self.context is None or type(one) is Block or is_on_blocks():
+            one = plain_of(current(one))  # each worker has its own gradient of a block
+        else:
+            check_no_block(one)
+            one = entered(current(one), self.context)
+        self.curved.append(one.requires_grad and torch.is_grad_enabled())
+        if self.curved[-1]:
+            self.inputs.append(one)
+        return one
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function. If it raises, the other workers learn of it."""
+        try:
+            with on_blocks():
+                y = map_tensors(self.function(*args, **kwargs), plain_of)
+            for one in self.found:
+                one.settle()
+        except Exception as error:
+            if self.context is not None and not self.context.comm.imagined:
+                meet_in(error, f"a call of local_map of {name_of(self.function)}", self.context)
+            raise
+        return y
+
+    def _shapes_on(self, worker: int) -> list[Shape | None]:
+        """Return the shapes of the results of another worker, in a rehearsal."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            args, kwargs = map_tensors(self.given, partial(_without_values, worker=worker))
+            y = self.function(*args, **kwargs)
+        return shapes_of(y if isinstance(y, (tuple, list)) else [y])
 
 
 class _Argument(NamedTuple):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 from zlib import crc32
 
@@ -51,103 +52,177 @@ def shapes_of(ys: Sequence[Any]) -> list[Shape | None]:
     return [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in ys]
 
 
-def layouts_of(
-    context: Context,
-    function: Any,
-    out: Any,
-    case: tuple[tuple[KnownLayout, ...], tuple[torch.dtype, ...], tuple[bool, ...]],
-    form: str,
-    ys: list[Any],
-    needed: Callable[[Any], list[int]],
-    shapes_on: Callable[[int], list[Shape | None]],
-) -> list[tuple[KnownLayout | None, Sequence[int], bool]]:
-    """Return for each result its layout, the arguments to connect it to, and whether it requires a gradient anywhere.
+class Case(NamedTuple):
+    """The arguments of a call, as far as layouts of its results depend on them."""
 
-    A result has to be connected to the arguments on which it depends on other workers, but not on this one. In the
-    first call of a case, the workers tell each other the shapes and dtypes of their results, and on what they depend.
+    layouts: tuple[KnownLayout, ...]  # of the global ones
+    dtypes: tuple[torch.dtype, ...]  # of the global ones
+    curved: tuple[bool, ...]  # of all tensors: whether they require a gradient
+
+
+class _Told(NamedTuple):
+    """What the workers have told each other of the results of a case."""
+
+    shapes: list[list[Shape | None]]  # for each worker, those of its results
+    needs: list[list[int]]  # for each result, the arguments on which it depends on any worker
+    lacks: list[list[int]]  # for each result, those of them on which it does not depend here
+    required: list[bool]  # for each result, whether it requires a gradient on any worker
+
+
+def results_of(
+    context: Context, function: Any, out: Any, case: Case, y: Any, inputs: Sequence[torch.Tensor],
+    edges: Sequence[GradientEdge], shapes_on: Callable[[int], list[Shape | None]],
+) -> Any:  # fmt: skip
+    """Return the results of a function of blocks as global tensors.
 
     Args:
         out: as of ``local_map``.
-        case: of the arguments: the layouts and dtypes of global ones, and whether each tensor requires a gradient.
-        form: the structure of the results, in words.
-        ys: the results of the function on this worker.
-        needed: returns the arguments on which a result depends here.
-        shapes_on: returns the shapes of results on another worker, in a rehearsal.
-    Returns: for a result that is no tensor, None as layout.
-    Raises: on every worker, as ``local_map`` says.
+        y: the result of the function on this worker: one, or a tuple or list.
+        inputs: the arguments that require a gradient, and their gradient edges before the call.
+        shapes_on: returns the shapes of the results on another worker, in a rehearsal.
+    Raises: TypeError, ValueError or CommunicationError, as ``local_map`` says.
     """
+    several = isinstance(y, (tuple, list))
+    ys = list(y) if several else [y]
+    form = f"a {type(y).__name__} of {len(ys)}" if several else "one result"
+    needed = partial(_needed_of, edges=edges, inputs=inputs)
+    known = _layouts_of(context, function, out, case, form, ys, needed, shapes_on)
+    results = [
+        _global_of(block, layout, [inputs[number] for number in others], requires_grad)
+        for block, (layout, others, requires_grad) in zip(ys, known, strict=True)
+    ]
+    if not several:
+        return results[0]
+    return type(y)(*results) if hasattr(y, "_fields") else type(y)(results)
+
+
+def _layouts_of(
+    context: Context, function: Any, out: Any, case: Case, form: str, ys: list[Any],
+    needed: Callable[[Any], list[int]], shapes_on: Callable[[int], list[Shape | None]],
+) -> list[tuple[KnownLayout | None, Sequence[int], bool]]:  # fmt: skip
+    """Return for each result its layout, the arguments to connect it to, and whether it requires a gradient anywhere.
+
+    A result has to be connected to the arguments on which it depends on other workers, but not on this one. One that is
+    no tensor has no layout. In the first call of a case, the workers tell each other of their results.
+
+    Args:
+        form: the structure of the results, in words.
+        needed: returns the arguments on which a result depends here.
+    """
+    mine = shapes_of(ys)
     if context.stands_for_torch:
-        return [(None if shape is None else context.whole(shape), (), False) for shape in shapes_of(ys)]
-    layouts, _, curved = case
-    out = _place_for(out, layouts)
-    places = [_place_for(place, layouts) for place in (out if isinstance(out, (tuple, list)) else [out])]
-    mine, tokens = shapes_of(ys), tuple(map(_token, places))
-    odd = next(filter(None, map(_unfit, ys)), "")
-    if odd:
-        form += f" with {odd}"
+        return [(None if shape is None else context.whole(shape), (), False) for shape in mine]
+    out = _place_for(out, case.layouts)
+    places = [_place_for(place, case.layouts) for place in (out if isinstance(out, (tuple, list)) else [out])]
+    unfit = next(filter(None, map(_unfit, ys)), "")
+    form += f" with {unfit}" if unfit else ""
+    tokens = tuple(map(_token, places))
 
-    def tell() -> tuple[list[list[Shape | None]], list[list[int]], list[list[int]], list[bool]]:
-        """Tell the others. Returns the shapes on each worker; for each result, the arguments on which it depends on any
-        worker, those on which it does not depend here, and whether it requires a gradient on any worker.
-        """
+    def tell() -> _Told:
         own_needs = list(map(needed, ys))
-        required = [isinstance(one, torch.Tensor) and one.requires_grad for one in ys]
-        if context.comm.imagined:
-            shapes = [mine if worker == context.me else shapes_on(worker) for worker in context.everyone]
-            return shapes, own_needs, [[] for _ in ys], required
-        kinds = [str(one.dtype) if isinstance(one, torch.Tensor) else None for one in ys]
-        shown = f"local_map with out={', '.join(map(_shown, places))}"
-        call = f"{shown} {crc32(repr(tokens).encode())}"
-        own = form, mine, kinds, own_needs, required, list(curved)
-        told = gather_values(context.comm, context.everyone, call, own, shown)
-        forms, every_shapes, every_kinds, every_needs, every_required, every_curved = zip(*told, strict=True)
-        _check_one("as many results on every worker", forms, function)
-        for number in range(len(ys)):
-            _check_one("blocks of one dtype", [own[number] for own in every_kinds], function)
-        rule = "the same arguments to require gradients (in a call that records them) on every worker"
-        _check_one(rule, [f"requires_grad={own}" for own in every_curved], function, "got")
-        of_results = zip(zip(*every_needs, strict=True), zip(*every_required, strict=True), strict=True)
-        needs = [_on_any_worker(own, flags, sum(curved)) for own, flags in of_results]
-        lacks = [[each for each in every if each not in own] for every, own in zip(needs, own_needs, strict=True)]
-        return list(every_shapes), needs, lacks, list(map(any, zip(*every_required, strict=True)))
+        if not context.comm.imagined:
+            return _tell(context, function, places, tokens, case, form, ys, own_needs)
+        shapes = [mine if worker == context.me else shapes_on(worker) for worker in context.everyone]
+        return _Told(shapes, own_needs, [[] for _ in ys], list(map(_requires_grad, ys)))
 
-    told, needs, lacks, required = context.keep_told(("local_map", _ByIdentity(function), case, tokens), tell)
+    told = context.keep_told(("local_map", _ByIdentity(function), case, tokens), tell)
     if not isinstance(out, (tuple, list)):
         places *= len(ys)
-    wrong = [place for place in places if not is_place(place)]
-    if wrong:
-        raise TypeError(
-            f"local_map needs a function in out= to give 'same', a layout or a partition; got {brief(wrong[0])}"
-        )
-    if odd:
+    _check_places(context, function, places, form if unfit else "", len(ys), len(told.shapes[0]))
+    found: list[tuple[KnownLayout | None, Sequence[int], bool]] = []
+    for number, place in enumerate(places):
+        shapes = [own[number] for own in (*told.shapes, mine)]
+        if all(shape is None for shape in shapes):
+            found.append((None, (), False))
+            continue
+        layout = _layout_of(context, function, place, case.layouts[0], shapes)
+        # a result may have lost its graph in this call alone, as where a branch looks at values
+        others = told.lacks[number] if ys[number].requires_grad else told.needs[number]
+        found.append((layout, others, told.required[number]))
+    return found
+
+
+def _requires_grad(y: Any) -> bool:
+    return isinstance(y, torch.Tensor) and y.requires_grad
+
+
+def _tell(
+    context: Context, function: Any, places: Sequence[Any], tokens: tuple[Hashable, ...], case: Case, form: str,
+    ys: list[Any], own_needs: list[list[int]],
+) -> _Told:  # fmt: skip
+    """Tell the other workers of this worker's results, and hear of theirs. Raises on all if they differ too much."""
+    kinds = [str(one.dtype) if isinstance(one, torch.Tensor) else None for one in ys]
+    shown = f"local_map with out={', '.join(map(_shown, places))}"
+    call = f"{shown} {crc32(repr(tokens).encode())}"
+    own = form, shapes_of(ys), kinds, own_needs, list(map(_requires_grad, ys)), list(case.curved)
+    told = gather_values(context.comm, context.everyone, call, own, shown)
+    forms, every_shapes, every_kinds, every_needs, every_required, every_curved = zip(*told, strict=True)
+    _check_one("as many results on every worker", forms, function)
+    for number in range(len(ys)):
+        _check_one("blocks of one dtype", [kinds[number] for kinds in every_kinds], function)
+    rule = "the same arguments to require gradients (in a call that records them) on every worker"
+    _check_one(rule, [f"requires_grad={own}" for own in every_curved], function, "got")
+    of_results = zip(zip(*every_needs, strict=True), zip(*every_required, strict=True), strict=True)
+    needs = [_on_any_worker(own, flags, sum(case.curved)) for own, flags in of_results]
+    lacks = [[each for each in every if each not in own] for every, own in zip(needs, own_needs, strict=True)]
+    return _Told(list(every_shapes), needs, lacks, list(map(any, zip(*every_required, strict=True))))
+
+
+def _check_places(context: Context, function: Any, places: Sequence[Any], unfit: str, count: int, counted: int) -> None:
+    """Raise TypeError for a place that is none, and ValueError if results are unfit, or not as many as places.
+
+    Args:
+        unfit: what the results are, if one of them is unfit; else empty.
+        count: how many results there are now; ``counted``: when the workers told each other.
+    """
+    for place in places:
+        if not is_place(place):
+            raise TypeError(
+                f"local_map needs a function in out= to give 'same', a layout or a partition; got {brief(place)}"
+            )
+    if unfit:
         raise ValueError(
             f"local_map needs results to be plain and dense tensors, alone or in one tuple or list; "
-            f"{name_of(function)} gave {form}"
+            f"{name_of(function)} gave {unfit}"
         )
-    if not len(places) == len(ys) == len(told[0]):
+    if not len(places) == count == counted:
         raise ValueError(
-            f"local_map needs as many places as results, of one number in all calls; got {len(places)} and {len(ys)}"
+            f"local_map needs as many places as results, of one number in all calls; got {len(places)} and {count}"
         )
     for place in places:
         if isinstance(place, Partition) and not context.has(place):
             raise ValueError(f"local_map needs a partition of its tensors' world in out=; got {place} of another")
-    found: list[tuple[KnownLayout | None, Sequence[int], bool]] = []
-    for number, place in enumerate(places):
-        shapes = [own[number] for own in told]
-        if mine[number] is None and not any(shape is not None for shape in shapes):
-            found.append((None, (), False))
-            continue
-        *given, own_now = _all_given([*shapes, mine[number]], context.me, function)
-        if isinstance(place, Partition):
-            layout = _tiled(context, place, given, function)
-        else:
-            layout = layouts[0] if isinstance(place, str) else context.tiling(place, "local_map")
-        for worker, shape in enumerate(given):
-            _check(layout, worker, shape, function)
-        _check(layout, context.me, own_now, function)
-        # a result may have lost its graph in this call alone, as where a branch looks at values
-        found.append((layout, lacks[number] if ys[number].requires_grad else needs[number], required[number]))
-    return found
+
+
+def _layout_of(
+    context: Context, function: Any, place: Any, first: KnownLayout, shapes: Sequence[Shape | None]
+) -> KnownLayout:
+    """Return the layout of a result at a place. Raises ValueError if it is no tensor, or no block, on some workers.
+
+    Args:
+        first: the layout of the first global argument.
+        shapes: those of the result that the workers have told, and at the end that of this worker now.
+    """
+    workers = [*range(len(shapes) - 1), context.me]
+    given = [shape for shape in shapes if shape is not None]
+    if len(given) < len(shapes):
+        raise ValueError(
+            f"local_map needs a result to be a tensor on every worker or on none; on worker "
+            f"{workers[shapes.index(None)]}, {name_of(function)} gave none"
+        )
+    if isinstance(place, Partition):
+        layout = _tiled(context, place, given[:-1], function)
+    else:
+        layout = first if isinstance(place, str) else context.tiling(place, "local_map")
+    for worker, shape in zip(workers, given, strict=True):
+        expected = layout.shapes[worker] if worker in layout.partition else shape
+        if tuple(shape) != tuple(expected):
+            raise ValueError(
+                f"local_map needs blocks as the layout of the result says ({layout}); on worker {worker}, "
+                f"{name_of(function)} gave {dims(shape) or '0-d'} instead of {dims(expected) or '0-d'}. Where results "
+                "lie otherwise than the first argument, out= says so"
+            )
+    return layout
 
 
 def edge_of(one: torch.Tensor) -> GradientEdge:
@@ -156,7 +231,7 @@ def edge_of(one: torch.Tensor) -> GradientEdge:
         return get_gradient_edge(one)
 
 
-def needed_of(y: Any, edges: list[GradientEdge], inputs: list[torch.Tensor]) -> list[int]:
+def _needed_of(y: Any, edges: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]) -> list[int]:
     """Return the places of the arguments on which a result depends in the autograd graph.
 
     Args:
@@ -180,16 +255,11 @@ def needed_of(y: Any, edges: list[GradientEdge], inputs: list[torch.Tensor]) -> 
 
 
 def _on_any_worker(needs: Sequence[Sequence[int]], required: Sequence[bool], count: int) -> list[int]:
-    """Return the arguments on which a result depends on any worker.
+    """Return those of ``count`` arguments on which a result depends on any worker.
 
     On a worker where it requires a gradient, but depends on no argument, the function used a tensor from around it. If
     that is so on some workers only, all arguments are returned: the tensor may have been computed from any of them, and
     then all workers have to take part in its backward.
-
-    Args:
-        needs: for each worker, the arguments on which the result depends there.
-        required: for each worker, whether the result requires a gradient there.
-        count: the number of arguments.
     """
     found = sorted({each for own in needs for each in own})
     around = [flag and not own for own, flag in zip(needs, required, strict=True)]
@@ -253,36 +323,7 @@ def _check_one(rule: str, told: Sequence[str | None], function: Any, did: str = 
         )
 
 
-def _all_given(shapes: Sequence[Shape | None], me: int, function: Any) -> list[Shape]:
-    """Return the shapes. Raises ValueError if one is None: then the result is a tensor on some workers only.
-
-    Args:
-        shapes: those of the result that the workers have told, and that of this worker now.
-    """
-    given = [shape for shape in shapes if shape is not None]
-    if len(given) < len(shapes):
-        worker = [*range(len(shapes) - 1), me][shapes.index(None)]
-        raise ValueError(
-            f"local_map needs a result to be a tensor on every worker or on none; on worker {worker}, "
-            f"{name_of(function)} gave none"
-        )
-    return given
-
-
-def _check(layout: KnownLayout, worker: int, shape: Shape, function: Any) -> None:
-    """Raise ValueError if the block of a worker of the layout has another shape than it says."""
-    if worker not in layout.partition:
-        return
-    expected = layout.shapes[worker]
-    if tuple(shape) != tuple(expected):
-        raise ValueError(
-            f"local_map needs blocks as the layout of the result says ({layout}); on worker {worker}, "
-            f"{name_of(function)} gave {dims(shape) or '0-d'} instead of {dims(expected) or '0-d'}. Where results lie "
-            "otherwise than the first argument, out= says so"
-        )
-
-
-def global_of(y: Any, layout: KnownLayout | None, others: Sequence[torch.Tensor], requires_grad: bool) -> Any:
+def _global_of(y: Any, layout: KnownLayout | None, others: Sequence[torch.Tensor], requires_grad: bool) -> Any:
     """Return the global tensor of a block, connected to others in the autograd graph.
 
     Args:

@@ -36,8 +36,7 @@ def call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
     Tensors in another layout are redistributed. The result lies over ``P_y``, or ``P_x`` if the module has no ``P_y``;
     a loss on the first worker of ``P_x``.
 
-    Raises: TypeError for a module whose results do not tile a tensor; ValueError for a module of another world, or a
-        tensor whose dims do not fit ``P_x``.
+    Raises: TypeError if the results do not tile a tensor; ValueError for another world, or dims that do not fit P_x.
     """
     kind = type(module).__name__
     check_unmixed(kind, map(type, (*args, *kwargs.values())))
@@ -89,9 +88,7 @@ def _with_dims(P: Partition, dims: int) -> IntArray:
 
 
 def _layout_for(module: torch.nn.Module, one: torch.Tensor, first: KnownLayout) -> KnownLayout:
-    """Return the layout in which a module takes an argument: that of the first one, but targets of a loss of classes
-    are not split by class.
-    """
+    """Return the layout of an argument: that of the first one, but targets of a loss of classes not split by class."""
     if not isinstance(module, _OF_CLASSES) or len(first.rulers) < 2:
         return first
     context, workers = first.context, first.partition.workers
@@ -102,11 +99,7 @@ def _layout_for(module: torch.nn.Module, one: torch.Tensor, first: KnownLayout) 
 
 
 def _global_result(context: Context, module: torch.nn.Module, places: tuple[Any, ...], y: Any) -> Any:
-    """Return the global result of a block. The workers tell each other its shapes once for each ``places``.
-
-    Args:
-        places: the layouts of the arguments; None for one that is no tensor.
-    """
+    """Return the global result of a block. Workers tell each other the shapes once for given layouts of arguments."""
     if isinstance(y, tuple):
         return tuple(_global_result(context, module, (*places, number), one) for number, one in enumerate(y))
     kept: WeakKeyDictionary[torch.nn.Module, dict[Any, Any]] = context.keep_told(("modules",), WeakKeyDictionary)
