@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from distdl.geometry.boxes import slices
 from distdl.globals.functions.shapes import reshaped
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import aligned, own_box
+from distdl.globals.moving.alignment import aligned
 from distdl.globals.rules.fallback import fall_back, split_like
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
@@ -125,5 +126,5 @@ def unique(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _split(whole: torch.Tensor, like: GlobalTensor, name: str) -> GlobalTensor:
     """What a function has found in a tensor, which every worker has, split evenly over the workers of that."""
     layout = split_like(like._context, tuple(whole.shape), like._layout.partition.workers)
-    own = whole[own_box(layout)].reshape(layout.local)
+    own = whole[slices(layout.box)].reshape(layout.local)
     return GlobalTensor._of(_without_derivative(own, name, block_of(like)), layout)

@@ -126,10 +126,7 @@ def sample(plain: torch.Tensor, context: Context) -> None:
 
 
 def check_dense(plain: torch.Tensor) -> None:
-    """Raise RuntimeError for a sparse tensor, which cannot be sliced.
-
-    A TypeError would not do: Python's operators would take it for their own, and try the other operand.
-    """
+    """Raise RuntimeError for a sparse tensor, which cannot be sliced; Python's operators would catch a TypeError."""
     if plain.layout is not torch.strided:
         raise RuntimeError(
             "a sparse tensor cannot stand beside a global one here, for it cannot be sliced; pass its to_dense()"
@@ -208,7 +205,6 @@ def _align(
 
     Args:
         described: of each operand its layout, its shape if it is a replicated tensor, or None if it is a number.
-    Raises: as :func:`aligned`.
     """
     shapes = [one.size if isinstance(one, KnownLayout) else one for one in described]
     try:
@@ -253,8 +249,3 @@ def _target(extents: Sequence[int], described: Sequence[Any], lead: int | None) 
             )
     result: KnownLayout = chosen.lifted(len(extents)).resized(extents)
     return result
-
-
-def own_box(layout: KnownLayout) -> tuple[slice, ...]:
-    """Return the slices that cut this worker's block out of the whole tensor."""
-    return slices(layout.box)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from distdl.environment.types import judge
-from distdl.geometry.boxes import Shape
+from distdl.geometry.boxes import Shape, slices
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.moving.alignment import moved, moved_block, own_box
+from distdl.globals.moving.alignment import moved, moved_block
 from distdl.globals.moving.idle import warn_of_idle
 from distdl.globals.tensor import observers
 from distdl.globals.tensor.block import Block, as_block, unblocked
@@ -83,6 +83,20 @@ def _header(x: Any) -> _Header | str:
     return _Header(tuple(x.shape), dtype_code(x.dtype), x.device.type, gradient, seed())
 
 
+def _source_header(context: Context, x: Any, src: int) -> _Header | str:
+    """Return the header of a tensor that this worker is to distribute, or what it is if that cannot be."""
+    mine = _header(unblocked(x))
+    if not isinstance(mine, _Header) or not mine.gradient or len(context.everyone) == 1:
+        return mine
+    before = ours_before(plain_of(x))
+    if _Whole in before:  # only this worker would get the gradient of a tensor that every worker has
+        return (
+            f"{type(x).__name__} that follows from full_tensor() of every worker; full_tensor(on={src}) gives one to "
+            "that worker alone, and redistribute splits a global tensor over other workers"
+        )
+    return mine._replace(follows=type(x) in (Replica, Block) or bool(before))
+
+
 def _headers(told: Sequence[Any], P: Partition) -> dict[int, _Header]:
     """Return the header of the block of each worker of a partition, from what all workers have told.
 
@@ -137,15 +151,7 @@ def distribute_tensor(
     src = _worker(context, "distribute_tensor needs src", src)
     if type(x) is GlobalTensor:
         return redistribute(x, P, axes)
-    mine = _header(unblocked(x)) if context.me == src else None
-    if x is not None and isinstance(mine, _Header) and mine.gradient and len(context.everyone) > 1:
-        before = ours_before(plain_of(x))
-        mine = mine._replace(follows=type(x) in (Replica, Block) or bool(before))
-        if _Whole in before:  # only this worker would get the gradient of a tensor that every worker has
-            mine = (
-                f"{type(x).__name__} that follows from full_tensor() of every worker; full_tensor(on={src}) gives one "
-                "to that worker alone, and redistribute splits a global tensor over other workers"
-            )
+    mine = _source_header(context, x, src) if context.me == src else None
     _begin(context, "distribute_tensor")
     call, shown = _call("distribute_tensor", P, axes)
     told = broadcast_value(context.comm, context.everyone, call, src, mine, shown)
@@ -258,20 +264,14 @@ def redistribute(x: GlobalTensor, to: Split | Layout, axes: Sequence[int | None]
 def _split(
     context: Context, P: Partition, extents: Sequence[int], what: str, axes: Sequence[int | None] | None
 ) -> KnownLayout:
-    """Return the layout that splits a tensor of these extents evenly over a partition, along ``axes`` if given.
-
-    Args:
-        what: the function that a user has called, in errors.
-    Raises: TypeError or ValueError if ``axes`` or the partition does not fit the extents.
-    """
+    """Return the layout that splits extents evenly over a partition; raise if ``axes`` or P does not fit them."""
     if axes is not None:
-        _check_axes(axes, what)
+        P = _along(context, P, axes, what)
         if len(axes) != len(extents):
             raise ValueError(
                 f"{what} needs axes= to name an axis for each dim of the tensor; that is {dims(extents)} and the axes "
                 f"are {tuple(axes)}"
             )
-        P = _along(context, P, axes, what)
     if P.workers.ndim > len(extents):
         raise ValueError(
             f"{what} needs a partition with at most as many axes as the tensor has dims; the tensor is "
@@ -281,19 +281,12 @@ def _split(
     return context.balanced(P.workers, extents)
 
 
-def _check_axes(axes: Any, what: str) -> None:
+def _along(context: Context, P: Partition, axes: Sequence[int | None], what: str) -> Partition:
+    """Return the part of P that holds a tensor split along ``axes``: the workers at place 0 of the other axes of P."""
     if not _AXES(axes):
         raise TypeError(
             f"{what} needs axes= to be a sequence, for each dim an axis of the partition or None; got {axes!r}"
         )
-
-
-def _along(context: Context, P: Partition, axes: Sequence[int | None], what: str) -> Partition:
-    """Return the part of a partition that holds a tensor split along some axes: its workers at place 0 of the others.
-
-    Raises: TypeError if ``axes`` is no sequence of integers and None; ValueError if it names an axis twice or not of P.
-    """
-    _check_axes(axes, what)
     named = [axis for axis in axes if axis is not None]
     count = P.workers.ndim
     if any(not -count <= axis < count for axis in named) or len({axis % count for axis in named}) < len(named):
@@ -321,10 +314,7 @@ def _begin(context: Context, what: str) -> None:
 
 
 def _worker(context: Context, needs: str, worker: Any) -> int:
-    """Return the number of a worker as an int.
-
-    Raises: TypeError if it is no integer, as True is none; ValueError if there is no such worker.
-    """
+    """Return a worker's number as an int. Raises TypeError if it is no integer, or ValueError if no worker has it."""
     last = len(context.everyone) - 1
     if isinstance(worker, bool) or not _WHOLE(worker):
         raise TypeError(f"{needs} to be a worker's number, from 0 to {last}; got {worker!r}")
@@ -343,10 +333,7 @@ def value_of(block: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tenso
 
 
 class _Whole(Function):
-    """Gather blocks to the whole tensor on every worker. The gradient of a block is its slice of the whole gradient.
-
-    Every worker has the whole gradient, the same, so nothing is added up.
-    """
+    """Gather blocks on every worker. The gradient is the same on all of them, so each slices its block out of it."""
 
     @staticmethod
     def forward(ctx: Any, block: torch.Tensor, layout: KnownLayout) -> torch.Tensor:
@@ -383,7 +370,7 @@ class _Cut(Function):
         ctx.layout = layout
         if not layout.rulers:
             return y.clone() if layout.active else y.new_zeros(layout.local)
-        return y[own_box(layout)].clone()
+        return y[slices(layout.box)].clone()
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:

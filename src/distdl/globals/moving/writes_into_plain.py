@@ -44,20 +44,25 @@ def write(
         gradient; and for a parameter or buffer, if the values that are written require one.
     """
     called = name or name_of(func)
-    handler = TABLE.get(func, TABLE[None])
-    if not is_of_model(target, _largest(beside)._context):
-        why = why_not(target)
-        if why and _are_numbers((args, kwargs)):
-            given, named = map_tensors((args, kwargs), entire)
-            return func(*given, **named)
-        why = _adopt(target, beside)
-        if not why:
-            return handler(func, args, kwargs)
-        raise RuntimeError(
-            f"{called} would write values of a global tensor into a plain tensor, which is the same on every worker "
-            f"and cannot become global, because {why}. Make the tensor global before, by torch.zeros_like(x) of a "
-            f"global x or by distdl.distribute_tensor. {PRUNING}"
-        )
+    if is_of_model(target, _largest(beside)._context):
+        return _write_whole(func, args, kwargs, target, beside, called)
+    if why_not(target) and _are_numbers((args, kwargs)):
+        given, named = map_tensors((args, kwargs), entire)
+        return func(*given, **named)
+    why = _adopt(target, beside)
+    if not why:
+        return TABLE.get(func, TABLE[None])(func, args, kwargs)
+    raise RuntimeError(
+        f"{called} would write values of a global tensor into a plain tensor, which is the same on every worker "
+        f"and cannot become global, because {why}. Make the tensor global before, by torch.zeros_like(x) of a "
+        f"global x or by distdl.distribute_tensor. {PRUNING}"
+    )
+
+
+def _write_whole(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, beside: Any, called: str
+) -> Any:
+    """Call the function with a global tensor of the target's values, gather the result, and copy it to the target."""
     owner = target._base if type(target) is torch.Tensor and target._is_view() else target
     copied = type(target) is Replica and not target.requires_grad  # the data of a replica of a parameter
     alias = copied or (type(owner) is torch.Tensor and not is_named(owner, _largest(beside)._context))
@@ -65,7 +70,8 @@ def write(
         check_gradient((target, beside), called)
     made = _own_beside(plain_of(target).detach(), beside)
     given = tuple([made if one is target else one for one in args])
-    y = handler(func, given, {key: made if one is target else one for key, one in kwargs.items()})
+    named = {key: made if one is target else one for key, one in kwargs.items()}
+    y = TABLE.get(func, TABLE[None])(func, given, named)
     if alias and made.requires_grad and torch.is_grad_enabled():
         # buffer.data has the gradient of the values that were written into it
         plain_of(target).copy_(entered(made.full_tensor(), made._context))
@@ -84,10 +90,7 @@ class Arguments:
 
 
 def _adopt(target: Any, beside: Any) -> str:
-    """Make a plain tensor global, and its base if it is a view.
-
-    Returns: why that must not be; empty if it is done.
-    """
+    """Make a plain tensor global, and its base if it is a view. Returns why that must not be; empty if it is done."""
     if type(target) is torch.Tensor and target._is_view() and _references_to_base(target) > _NO_OTHER:
         return _adopt_both(target, target._base, beside)
     why = why_not(target)
@@ -99,10 +102,7 @@ def _adopt(target: Any, beside: Any) -> str:
 
 
 def _become(target: torch.Tensor, made: torch.Tensor) -> str:
-    """Swap two tensors, so that every reference to the first one is to the second.
-
-    Returns: why that must not be; empty if it is done.
-    """
+    """Let all references to one tensor be to another. Returns why that must not be; empty if it is done."""
     try:
         with torch._C.DisableTorchFunctionSubclass():
             swap_tensors(target, made)
@@ -112,11 +112,10 @@ def _become(target: torch.Tensor, made: torch.Tensor) -> str:
 
 
 def _adopt_both(part: torch.Tensor, base: Any, beside: Any, others: int = 0) -> str:
-    """Make a plain tensor and a part of it global, as ``z[i] += x`` needs, which writes into ``z[i]``.
+    """Make a plain tensor and a part of it global, for ``z[i] += x``. Returns why that must not be; empty if done.
 
     Args:
         others: how many other tensors may share the memory.
-    Returns: why that must not be; empty if it is done.
     """
     index = _index_of(part, base)
     if index is None or type(base) is not torch.Tensor or base.requires_grad or part.requires_grad:

@@ -24,7 +24,6 @@ from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import TABLE, name_of, writes
 from distdl.globals.views.aliasing import check_apart, lies_alone, note_copied, note_written
-from distdl.globals.views.writes import Writes
 from distdl.partition.groups import IntArray
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.dtypes import DTYPES
@@ -79,22 +78,7 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     given, named = map_tensors((args, kwargs), plain)
     inputs = [gathered[id(one)] for one in found]
-    failure, told = None, None
-    values: list[torch.Tensor] = []
-    if context.me == worker:
-        try:
-            with apart.runs():
-                values, told = _observed(func, given, named, inputs, beside)
-        except Exception as problem:
-            failure = failure_of(problem)
-    if not context.comm.imagined:
-        call = f"{name} of a global tensor"
-        failure, told = broadcast_value(context.comm, context.everyone, call, worker, (failure, told))
-    elif context.me != worker:
-        told = _imagine(func, given, named, inputs, found)
-    raise_failure(failure, name, worker)
-    assert told is not None
-    outcome = Outcome(*told)
+    values, outcome = _run(apart, func, given, named, found, inputs, beside)
     for place in outcome.beside:
         _share(beside[place], context, worker, name)
     tensors = [Described(*one) for one in outcome.tensors]
@@ -108,24 +92,35 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return outcome.filled(spread)
 
 
-def _observed(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    inputs: Sequence[torch.Tensor],
-    beside: Sequence[torch.Tensor] = (),
-) -> tuple[list[torch.Tensor], Outcome]:
-    """Call a function. Returns its result tensors, and the outcome to tell the other workers."""
-    writes_seen = Writes(func, [*inputs, *beside])
-    result = func(*args, **kwargs)
-    return observed(result, inputs, beside, writes_seen)
+def _run(
+    apart: Apart, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Sequence[GlobalTensor],
+    inputs: Sequence[torch.Tensor], beside: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor], Outcome]:  # fmt: skip
+    """Run the function on its worker, and tell the others: the outcome, or the error, which every worker raises.
+
+    Returns: the result tensors, on that worker only, and the outcome.
+    """
+    context, worker = apart.context, apart.worker
+    failure, told = None, None
+    values: list[torch.Tensor] = []
+    if context.me == worker:
+        try:
+            with apart.runs():
+                values, told = observed(func, args, kwargs, inputs, beside)
+        except Exception as problem:
+            failure = failure_of(problem)
+    if not context.comm.imagined:
+        call = f"{apart.name} of a global tensor"
+        failure, told = broadcast_value(context.comm, context.everyone, call, worker, (failure, told))
+    elif context.me != worker:
+        told = _imagine(func, args, kwargs, inputs, found)
+    raise_failure(failure, apart.name, worker)
+    assert told is not None
+    return values, Outcome(*told)
 
 
 def _gathered(x: GlobalTensor, worker: int, name: str, in_place: bool) -> torch.Tensor:
-    """Gather x on one worker, contiguous and alone in its memory, for the function may ask for strides.
-
-    If the function writes in place, it gets no block, which is written later.
-    """
+    """Gather x on one worker, contiguous and alone in memory, as a copy of a block that is to be written in place."""
     y = moved(x, x._context.whole(x.shape, worker), name)
     lies_so = y.is_contiguous() and y.untyped_storage().nbytes() == y.numel() * y.itemsize
     return y if lies_so and not (y is x._block and in_place) else y.clone(memory_format=torch.contiguous_format)
@@ -142,18 +137,10 @@ def _share(plain: torch.Tensor, context: Context, worker: int, name: str) -> Non
 
 
 def _imagine(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    inputs: Sequence[torch.Tensor],
-    found: list[GlobalTensor],
-) -> Outcome:
-    """Return the outcome that the worker of the function would tell, in a rehearsal, by a call with meta tensors.
-
-    Args:
-        inputs: what this worker passes for the global tensors among the arguments.
-        found: these global tensors.
-    """
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[torch.Tensor],
+    found: Sequence[GlobalTensor],
+) -> Outcome:  # fmt: skip
+    """Return the outcome that the worker of the function would tell, in a rehearsal, by a call with meta tensors."""
 
     def imagined(one: torch.Tensor) -> torch.Tensor:
         return whole.get(id(one), one if one.layout is torch.strided else without_memory(one))
@@ -164,16 +151,13 @@ def _imagine(
             for one, x in zip(inputs, found, strict=True)
         }
         given, named = map_tensors((args, kwargs), imagined)
-        return _observed(func, given, named, [whole[id(one)] for one in inputs])[1]
+        return observed(func, given, named, [whole[id(one)] for one in inputs])[1]
 
 
 def _spread(
     described: Described, value: torch.Tensor, worker: int, found: list[GlobalTensor], name: str
 ) -> GlobalTensor:
-    """Split a result that one worker has over the workers of the first argument; write a written input back.
-
-    Raises: RuntimeError if the function resizes a tensor that is not contiguous, or writes overlapping windows.
-    """
+    """Split a result that one worker has over the workers of the first argument; write it into x if it was written."""
     extents, context = described.shape, found[0]._context
     x = found[described.same] if described.same >= 0 else None
     if x is not None and not described.written:

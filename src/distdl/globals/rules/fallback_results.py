@@ -75,15 +75,17 @@ class Outcome(NamedTuple):
 
 
 def observed(
-    result: Any, inputs: Sequence[torch.Tensor], beside: Sequence[torch.Tensor], writes_seen: Writes
-) -> tuple[list[torch.Tensor], Outcome]:
-    """Return the tensors of an outcome, and the outcome.
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[torch.Tensor],
+    beside: Sequence[torch.Tensor] = (),
+) -> tuple[list[torch.Tensor], Outcome]:  # fmt: skip
+    """Call a function. Returns the tensors of its outcome, and the outcome to tell other workers.
 
     Args:
-        inputs: the gathered arguments of the function.
-        beside: its replicated arguments.
-    Raises: TypeError if a tensor is sparse or nested, or a tuple is of a class that is not torch's.
+        inputs: the gathered arguments; ``beside``: the replicated ones.
+    Raises: TypeError if a result is sparse or nested, or a tuple of a class that is not torch's.
     """
+    writes_seen = Writes(func, [*inputs, *beside])
+    result = func(*args, **kwargs)
     kind, tensors = "", tensors_in(result)
     if type(result).__module__ == _KINDS:
         kind, result = type(result).__name__, tuple(result)

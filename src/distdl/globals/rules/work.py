@@ -32,9 +32,6 @@ class Need:
 
     Args:
         described: the layout of the operand; the shape of a replicated one.
-        labels: the labels of its dims.
-        spread: how the work is split.
-        extents: the extent of each label.
     Attributes:
         moves: the layouts from which and to which it is redistributed; None if it is not.
         arrives: the shape of this worker's part after that.
@@ -106,15 +103,9 @@ class Work:
     """
 
     def __init__(
-        self,
-        context: Context,
-        described: Sequence[Any],
-        labels: Sequence[Sequence[Hashable]],
-        out: Sequence[Hashable],
-        adds: bool,
-        lead: int | None = None,
-        whole: Sequence[Hashable] = (),
-    ) -> None:
+        self, context: Context, described: Sequence[Any], labels: Sequence[Sequence[Hashable]],
+        out: Sequence[Hashable], adds: bool, lead: int | None, whole: Sequence[Hashable],
+    ) -> None:  # fmt: skip
         self.context = context
         self._dtypes: dict[Hashable, torch.dtype] = {}
         extents: dict[Hashable, int] = {}
@@ -137,6 +128,18 @@ class Work:
         spread, summed = _whole_where_needed(spread, out, whole, adds, cells)
         self.out = tuple(out)
         self.needs = needs(spread)
+        self._place_results(spread, summed, labels[lead])
+        # torch computes products of single cells, and of none, by other functions
+        idle = 0 in self.partial or any(0 in need.local for need in self.needs)
+        self.tries = idle or any(len(along) > 1 and min(map(_length, along)) < 2 for along in spread.intervals)
+
+    def _place_results(self, spread: Spread, summed: Sequence[Hashable], leading: Sequence[Hashable]) -> None:
+        """Set the layouts of the partial sums before and after they are redistributed, and of the result.
+
+        Args:
+            summed: the labels along which partial sums are added up: dims of one cell for each worker, in front.
+            leading: the labels of the leading operand.
+        """
         entries = replace(
             spread,
             intervals=tuple(
@@ -144,22 +147,19 @@ class Work:
                 for label, along in zip(spread.labels, spread.intervals, strict=True)
             ),
         )
-        self.entries = entries.layout(context, [*summed, *out])
+        self.entries = entries.layout(self.context, [*summed, *self.out])
         self.summed = len(summed)
         for label in summed:
             # split along the samples of the leading operand, if they are many: the next layer reads whole features
             least = SPACIOUS * entries.places(label)
-            long = [one for one in labels[lead] if one in out and entries.longest(one) >= least]
-            entries = entries.whole_along(label, long[:1] or list(out))
-        self.gathered = entries.layout(context, [*summed, *out])
-        self.result = entries.layout(context, out)
-        blank = (0,) * max(len(out), 1)
+            long = [one for one in leading if one in self.out and entries.longest(one) >= least]
+            entries = entries.whole_along(label, long[:1] or list(self.out))
+        self.gathered = entries.layout(self.context, [*summed, *self.out])
+        self.result = entries.layout(self.context, self.out)
+        blank = (0,) * max(len(self.out), 1)
         self.partial = self.entries.local[self.summed :] if self.entries.active else blank
-        if not self.summed and not out:
+        if not self.summed and not self.out:
             self.partial = self.result.local
-        # torch computes products of single cells, and of none, by other functions
-        idle = 0 in self.partial or any(0 in need.local for need in self.needs)
-        self.tries = idle or any(len(along) > 1 and min(map(_length, along)) < 2 for along in spread.intervals)
 
     def mine(self, label: Hashable) -> Interval:
         """Return the cells along a label of the result that this worker computes; an empty interval if it is idle."""
@@ -226,11 +226,7 @@ class Work:
 
 
 def _whole_where_needed(
-    spread: Spread,
-    out: Sequence[Hashable],
-    whole: Sequence[Hashable],
-    adds: bool,
-    cells: Callable[[Spread], int],
+    spread: Spread, out: Sequence[Hashable], whole: Sequence[Hashable], adds: bool, cells: Callable[[Spread], int]
 ) -> tuple[Spread, list[Hashable]]:
     """Make those labels of a spread whole that may not be split, in the way by which one worker gets fewest cells.
 
@@ -260,13 +256,9 @@ def _whole_where_needed(
 
 
 def work_on(
-    operands: Sequence[Any],
-    labels: Sequence[Sequence[Hashable]],
-    out: Sequence[Hashable],
-    adds: bool = True,
-    lead: int | None = None,
-    whole: Sequence[Hashable] = (),
-) -> Work:
+    operands: Sequence[Any], labels: Sequence[Sequence[Hashable]], out: Sequence[Hashable], adds: bool = True,
+    lead: int | None = None, whole: Sequence[Hashable] = (),
+) -> Work:  # fmt: skip
     """Return the work for these operands, made once: see :class:`Work`."""
     context: Context = next(one._context for one in operands if type(one) is GlobalTensor)
     described = tuple(one._layout if type(one) is GlobalTensor else tuple(one.shape) for one in operands)
