@@ -32,13 +32,9 @@ _backward, _grad = composite(torch.autograd.backward), composite(torch.autograd.
 @handles("backward", "Tensor")
 @by_name
 def backward(
-    func: Any,
-    self: Any,
-    gradient: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
+    func: Any, self: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
     inputs: Any = None,
-) -> None:
+) -> None:  # fmt: skip
     """``y.backward(...)``: every worker runs it on its blocks, and each leaf gets the block of its gradient."""
     backward_of_all(torch.autograd.backward, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
 
@@ -46,13 +42,9 @@ def backward(
 @handles("backward", "autograd")
 @by_name
 def backward_of_all(
-    func: Any,
-    tensors: Any,
-    grad_tensors: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
+    func: Any, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
     inputs: Any = None,
-) -> None:
+) -> None:  # fmt: skip
     """``torch.autograd.backward`` of several tensors, global and plain. If it fails on one worker, it does on all."""
     outputs = _listed(tensors)
     seeds = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
@@ -74,17 +66,10 @@ def backward_of_all(
 @handles("grad", "autograd")
 @by_name
 def grad(
-    func: Any,
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    only_inputs: bool = True,
-    allow_unused: bool | None = None,
-    is_grads_batched: bool = False,
-    materialize_grads: bool = False,
-) -> tuple[Any, ...]:
+    func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None,
+    create_graph: bool = False, only_inputs: bool = True, allow_unused: bool | None = None,
+    is_grads_batched: bool = False, materialize_grads: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
     """``torch.autograd.grad``: a gradient by a global tensor is global, one by a plain tensor or replica is whole.
 
     If it fails on one worker, it fails on all.
@@ -130,8 +115,7 @@ def _leaves_out(outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
 def _meet_in(error: Exception, outputs: Sequence[Any]) -> None:
     """Let every worker learn that a backward has failed on this one.
 
-    Torch may raise on some workers only. A block may be a view of memory that was written in place, and the block of
-    another worker a copy.
+    Torch may raise on some workers only: a block may share memory that was written in place, where another is a copy.
     """
     context = next((y._context for y in outputs if type(y) is GlobalTensor), None)
     if context is not None:
@@ -139,18 +123,10 @@ def _meet_in(error: Exception, outputs: Sequence[Any]) -> None:
 
 
 def _one_by_one(
-    func: Any,
-    outputs: Sequence[Any],
-    inputs: Sequence[Any],
-    seeds: Sequence[Any],
-    retain_graph: bool | None,
-    create_graph: bool,
-    options: dict[str, Any],
-) -> tuple[Any, ...]:
-    """Return ``autograd.grad`` of each place along dim 0 of the seeds, stacked; torch computes these by vmap.
-
-    Raises: ValueError if the first dims of the seeds differ, or are 0.
-    """
+    func: Any, outputs: Sequence[Any], inputs: Sequence[Any], seeds: Sequence[Any], retain_graph: bool | None,
+    create_graph: bool, options: dict[str, Any],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return ``autograd.grad`` of each place along dim 0 of the seeds, stacked; their extents there must be equal."""
     counts = {len(dy) for dy in seeds if dy is not None}
     if len(counts) != 1 or 0 in counts:
         raise ValueError(f"is_grads_batched needs gradients of one first dim that is not 0; got {sorted(counts)}")
@@ -184,10 +160,7 @@ def _listed(tensors: Any) -> list[Any]:
 
 
 def _plain_input(x: Any) -> Any:
-    """Return the plain tensor by which torch differentiates: a block, or the parameter of a replica.
-
-    Raises: TypeError for a gradient edge.
-    """
+    """Return the tensor by which torch differentiates: a block, or a replica's parameter. Refuses a gradient edge."""
     if isinstance(x, GradientEdge):
         raise TypeError(
             "a gradient by a gradient edge would be a block of it, or what one worker adds to it; give the tensor"
@@ -196,11 +169,7 @@ def _plain_input(x: Any) -> Any:
 
 
 def _gradient_of(x: Any, dx: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the gradient by x: global if x is, whole if x is a replica of a weight whose parameter is global.
-
-    Args:
-        dx: the gradient by the plain tensor of x; None if there is none.
-    """
+    """Return dx, the gradient by the plain tensor of x, as a tensor of the kind of x: global, or whole."""
     variable = parameter_of(x)
     if dx is None or type(variable) is not GlobalTensor:
         return dx
@@ -214,10 +183,7 @@ def _plain_output(y: Any) -> Any:
 
 
 def _seed(y: Any, dy: Any) -> torch.Tensor | None:
-    """Return what this worker passes to torch as the gradient of an output; ones if the user gave none.
-
-    Raises: RuntimeError if none was given for a complex output or one of several elements, or one of another shape.
-    """
+    """Return the gradient of an output that this worker passes to torch. Raises torch's errors if dy does not fit y."""
     if type(y) is not GlobalTensor:
         # a checkpoint with re-entry turns replicas into global tensors, and gets such gradients of them
         return None if dy is None else variable_of(entire(dy))
@@ -317,10 +283,6 @@ def write_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     x._block.grad = part.clone() if type(value) is not GlobalTensor else part
 
 
-def delete_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    args[0]._block.grad = None
-
-
 def write_gradient_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     args[0]._block.grad_dtype = args[1]
 
@@ -329,7 +291,7 @@ _dtype: Any = torch.Tensor.grad_dtype
 TABLE[_dtype.__set__] = write_gradient_dtype
 _gradient: Any = torch.Tensor.grad
 TABLE[_gradient.__set__] = write_gradient
-TABLE[_gradient.__delete__] = delete_gradient
+TABLE[_gradient.__delete__] = lambda func, args, kwargs: write_gradient(func, (*args, None), kwargs)
 
 
 def _register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

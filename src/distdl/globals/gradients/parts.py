@@ -19,10 +19,7 @@ from distdl.tensors.function import Function
 
 
 def variable_of(value: torch.Tensor) -> torch.Tensor:
-    """Return a replica as a plain variable that is the same on every worker; a plain tensor as it is.
-
-    In backward, worker 0 passes all of its gradient on to the replica, and the others zeros.
-    """
+    """Return a replica as a plain variable, whose gradient worker 0 passes on, and the others zeros; others as is."""
     context = context_of(value)
     if context is None:
         return value
@@ -56,9 +53,6 @@ def enter_results(y: Any, context: Context) -> Any:
 
     So this backward, which need not be linear, computes the whole gradient on every worker, and :func:`variable_of`
     lets one of them count. Global tensors, and results without a gradient, are returned as they are.
-
-    Args:
-        y: a result, or a tuple or list of results, of a function of variables.
     """
     results = [tied_of(one) for one in y] if isinstance(y, (tuple, list)) else [tied_of(y)]
     groups: dict[Any, list[int]] = {}

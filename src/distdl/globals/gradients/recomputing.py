@@ -51,10 +51,8 @@ def _redrawn(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _kinds(args: Sequence[Any]) -> list[Any]:
     """Return for each argument what it is: for a replica its context, for a block ``Block``, else None."""
-    return [
-        one._context if type(one) is Replica else Block if type(one) is Block and tells_blocks() else None
-        for one in args
-    ]
+    blocks = tells_blocks()
+    return [one._context if type(one) is Replica else Block if type(one) is Block and blocks else None for one in args]
 
 
 def _as_given(args: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:

@@ -33,16 +33,10 @@ def hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return func(plain_of(replica), *rest, **kwargs)
 
 
-def register_post_accumulate_grad_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Register a hook of the parameter of a replica, which has its whole gradient then; torch refuses other tensors."""
+def of_parameter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Read or set an attribute of the parameter of a replica, as ``.grad`` and ``.is_leaf``, or register its hook."""
     replica, *rest = args
-    return func(plain_of(parameter_of(replica)), *rest, **kwargs)
-
-
-def gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Read, set or delete ``.grad`` of the parameter of a replica, which keeps the gradient."""
-    replica, *rest = args
-    return func(plain_of(parameter_of(replica)), *map_tensors(rest, plain_of))
+    return func(plain_of(parameter_of(replica)), *map_tensors(rest, plain_of), **kwargs)
 
 
 def requires_grad_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,18 +58,8 @@ def requires_grad_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return replica
 
 
-def of_leaf(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Read an attribute of the parameter of a replica, as ``is_leaf``: the replica of a parameter is no leaf."""
-    (replica,) = args
-    parameter = parameter_of(replica)
-    return func(plain_of(replica) if parameter is replica else parameter)
-
-
 def operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a user's operator of ``torch.library``, whose derivative need not be linear in the gradient.
-
-    Raises: RuntimeError for a plain argument that was computed from a weight by code that did not say so.
-    """
+    """Call a user's operator of ``torch.library``, whose derivative need not be linear in the gradient."""
     every = tensors_in((args, kwargs))
     context = next(one._context for one in every if type(one) is Replica)
     for one in every:
@@ -89,11 +73,11 @@ _attribute: Any = torch.Tensor.grad
 REPLICATED.update(
     {
         torch.Tensor.register_hook: hook,
-        torch.Tensor.register_post_accumulate_grad_hook: register_post_accumulate_grad_hook,
+        torch.Tensor.register_post_accumulate_grad_hook: of_parameter,
         torch.Tensor.retain_grad: hook,
         torch.Tensor.requires_grad_: requires_grad_,
+        OPERATOR: operator,
     }
-    | {OPERATOR: operator}
-    | {getattr(torch.Tensor, name).__get__: of_leaf for name in ("is_leaf", "retains_grad", "_version")}
-    | dict.fromkeys((_attribute.__get__, _attribute.__set__, _attribute.__delete__), gradient)
+    | {getattr(torch.Tensor, name).__get__: of_parameter for name in ("is_leaf", "retains_grad", "_version")}
+    | dict.fromkeys((_attribute.__get__, _attribute.__set__, _attribute.__delete__), of_parameter)
 )

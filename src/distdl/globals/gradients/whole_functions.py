@@ -80,10 +80,7 @@ def _may_be_written(x: Any) -> bool:
 
 
 def _input(x: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor or a replica as an input of the node.
-
-    A tensor that may become global is detached, so that the node has another one, in the same memory.
-    """
+    """Return an argument as an input of the node: a variable, or a detached tensor if it may become global."""
     return x.detach() if _may_be_written(x) else variable_of(x)
 
 
@@ -120,10 +117,7 @@ class _Call:
         self.memories: dict[int, dict[str, Any]] = {}
 
     def inputs(self) -> list[torch.Tensor]:
-        """Return the plain tensors that are the inputs of the node: blocks, and whole tensors of others.
-
-        Raises: RuntimeError for a plain argument that was computed from a weight by code that did not say so.
-        """
+        """Return the inputs of the node: blocks of global tensors, and whole plain tensors."""
         tensors = [self.args[place] for place in self.places]
         for one in tensors:
             if type(one) is torch.Tensor:
@@ -131,9 +125,8 @@ class _Call:
         return [block_of(one) if type(one) is GlobalTensor else _input(one) for one in tensors]
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
-        """Run the user's forward on the inputs of the node.
+        """Run the user's forward. Returns its results, and the tensors that it got as arguments.
 
-        Returns: its results, and the tensors that it got as arguments.
         Raises: RuntimeError if it marks an argument as written.
         """
         given = [_global(one, layout) for one, layout in zip(inputs, self.layouts, strict=True)]
@@ -226,10 +219,7 @@ def _global(block: torch.Tensor, layout: KnownLayout | None) -> torch.Tensor:
 
 
 def _refusing(gradient: Any) -> Any:
-    """Return a gradient whose block refuses a derivative if torch made the global tensor refuse it.
-
-    That is the gradient of a function that is marked ``once_differentiable``.
-    """
+    """Let the block of a gradient refuse a derivative, if ``once_differentiable`` lets the global tensor refuse it."""
     if type(gradient) is not GlobalTensor:
         return gradient
     with torch._C.DisableTorchFunctionSubclass():
@@ -295,11 +285,7 @@ class _Applied(Function):
 
 
 def _saved(one: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Return the plain tensor to save for a tensor.
-
-    Args:
-        known: those of arguments and results, by id.
-    """
+    """Return the plain tensor to save for a tensor; ``known`` are those of arguments and results, by id."""
     if id(one) in known:
         return known[id(one)]
     return block_of(one) if type(one) is GlobalTensor else one
@@ -372,10 +358,7 @@ def _by_position(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply a user's autograd function to arguments of which some are global tensors or replicas.
-
-    Returns: its results, global or replicas; what is no tensor as it is.
-    """
+    """Apply a user's autograd function to arguments of which some are global tensors or replicas."""
     call = _Call(function, _by_position(function, args, kwargs))
     outputs = iter(_Applied.apply(call, *call.inputs()))
     results: list[Any] = []

@@ -30,12 +30,9 @@ class Ready(NamedTuple):
 
 
 def ready(
-    context: Context,
-    key: Hashable,
-    choose: Callable[[], tuple[Any, Partition]],
-    name: str,
+    context: Context, key: Hashable, choose: Callable[[], tuple[Any, Partition]], name: str,
     *tensors: tuple[KnownLayout | None, torch.Tensor],
-) -> Ready:
+) -> Ready:  # fmt: skip
     """Return the setup of an op, made once for each key and each signature of the tensors.
 
     Args:

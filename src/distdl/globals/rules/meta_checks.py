@@ -39,17 +39,14 @@ def judge(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def judged(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    input: torch.Tensor | None = None,
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], input: torch.Tensor | None = None,
     sized: Collection[int] = (),
-) -> None:
+) -> None:  # fmt: skip
     """Check arguments as :func:`judge` does, once for each combination of shapes, dtypes and options.
 
     Args:
-        input: an argument; its sizes count only as far as :func:`rough` tells them apart.
-        sized: the dims of this argument whose sizes torch looks at.
+        input: an argument of which torch looks at the sizes of some dims only, as :func:`rough` says.
+        sized: these dims.
     """
     found: list[Context] = []
     own = (input, sized)
@@ -58,10 +55,9 @@ def judged(
 
 
 def _described(value: Any, found: list[Context], own: tuple[torch.Tensor | None, Collection[int]]) -> Hashable:
-    """Return a structure of arguments as a key: of each tensor, its shape and dtype.
+    """Return a structure of arguments as a key, with the shapes and dtypes of tensors; collect contexts in ``found``.
 
     Args:
-        found: gets the contexts of the global tensors.
         own: the ``input`` and ``sized`` of :func:`judged`.
     """
     if isinstance(value, torch.Tensor):
@@ -76,10 +72,7 @@ def _described(value: Any, found: list[Context], own: tuple[torch.Tensor | None,
 
 
 def rough(shape: Shape, sized: Collection[int] = ()) -> Shape:
-    """Return a shape in which sizes above 2 become 2, but along some dims.
-
-    So one check counts for many sizes: some of torch's checks take milliseconds, and each image may have its own size.
-    """
+    """Return a shape in which sizes above 2 become 2, but along some dims, so that one check counts for many images."""
     return tuple([n if dim in sized else min(n, 2) for dim, n in enumerate(shape)])
 
 
@@ -123,10 +116,7 @@ def frozen(value: Any) -> Hashable:
 
 
 def shape_of(func: Callable[..., Any], x: GlobalTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Shape:
-    """Return the shape of the result of torch's function for the whole tensor x. Torch is asked once, on a meta tensor.
-
-    Raises: the error that torch raises.
-    """
+    """Return the shape of the result of torch's function of the whole x, or raise its error. It is asked once."""
     key: Any = frozen(args)
 
     def make() -> Shape:

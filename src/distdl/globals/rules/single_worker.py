@@ -70,11 +70,7 @@ class Apart:
         return given
 
     def derivative(self, links: Sequence[torch.Tensor]) -> Apart:
-        """Return the derivative as a function that runs on the same worker, and that takes the same arguments, too.
-
-        Args:
-            links: the links to these arguments.
-        """
+        """Return the derivative as a function on the same worker, which takes the arguments of ``links``, too."""
         made = Apart(self.context, self.worker, self.name)
         self.again = made.again = self.again or torch.is_grad_enabled()
         made.links, made.edges = [*links], [*self.edges]

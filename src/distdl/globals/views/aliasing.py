@@ -41,9 +41,7 @@ class Memory:
     def join(self, block: torch.Tensor, source: Memory, source_block: torch.Tensor) -> None:
         """Become a member of the family of a source, of which this is a copy.
 
-        Args:
-            block, source_block: the blocks that lie here and in the source. Torch counts the writes into them, also
-                those that go past this library, as ``x.to_local().zero_()`` does.
+        Writes into both blocks are counted, also those that go past this library, as ``x.to_local().zero_()`` does.
         """
         if source.family is None:
             source.family = [weakref.ref(source)]
@@ -172,11 +170,7 @@ def note_copied(x: GlobalTensor, y: GlobalTensor, placed: bool = True) -> None:
 
 
 def note_settled(x: GlobalTensor, whole: torch.Tensor) -> None:
-    """Note that a buffer or a parameter of a model was set to x. In torch, both share memory; here x is read-only then.
-
-    Args:
-        whole: the plain tensor that the buffer or parameter has become.
-    """
+    """Note that a buffer or a parameter was set to x, and became the plain tensor ``whole``: x is read-only then."""
     source, own = memory_of(x), Memory()
     own.join(whole, source, x._block)
     source.buffers.append(own)
@@ -232,10 +226,7 @@ def check_written(x: GlobalTensor, name: str = "") -> None:
 
 
 def write_back(x: GlobalTensor, y: GlobalTensor, name: str) -> GlobalTensor:
-    """Copy y into x, where y is the result of a function that writes into x in torch. Returns x.
-
-    Raises: RuntimeError; see :func:`check_apart`.
-    """
+    """Copy y, the result of a function that writes into x in torch, into x. Returns x. See :func:`check_apart`."""
     check_apart(x, name)
     x.copy_(y)
     return x
@@ -255,9 +246,9 @@ def check_apart(x: GlobalTensor, name: str) -> None:
 
 
 def note_written(x: GlobalTensor, name: str) -> None:
-    """Note that a function has written x in place, or has returned x and may have written it.
+    """Note that a function has written x, or may have, for it returned x. Raises RuntimeError if x must not be written.
 
-    Raises: RuntimeError if x may not be written: if it was expanded, or see ``Memory.fixed``.
+    See :func:`check_written` and ``Memory.fixed``.
     """
     note_requires(x)
     if "_strides" in x.__dict__:

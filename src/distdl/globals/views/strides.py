@@ -73,12 +73,9 @@ def whole_view(x: GlobalTensor, block: torch.Tensor) -> GlobalTensor:
 
 
 def keep_order(operands: Sequence[Any], y: Any, function: Callable[..., Any]) -> None:
-    """Give the results of an element-wise function the strides that a sum of its operands has in torch.
+    """Give the results y of an element-wise function the strides that a sum of its operands has in torch.
 
     Torch orders the dims as those of the first operand, and where that leaves it open, of the next. There are no gaps.
-
-    Args:
-        y: one result, or several.
     """
     given = [one for one in operands if isinstance(one, torch.Tensor)]
     if not any(map(_steps, given)) or any(one is y for one in given):
@@ -163,10 +160,7 @@ def blank(shape: Shape, strides: Shape, dtype: torch.dtype | None = None) -> tor
 
 
 def strides_if(whole: torch.Tensor) -> Shape:
-    """Return the strides of a tensor that has all its elements; ``()`` if it is contiguous.
-
-    So the strides of a contiguous tensor along dims of extent 1 are not kept.
-    """
+    """Return the strides of a whole tensor; ``()`` if it is contiguous, whatever they are along dims of extent 1."""
     return () if whole.is_contiguous() else whole.stride()
 
 

@@ -55,11 +55,9 @@ class Writes:
 def watched(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], memories: Set[int]
 ) -> tuple[Any, bool]:
-    """Call a function, and find out whether it has written into one of some storages.
+    """Call a function. Returns its result, and whether it has written into storages of the given addresses.
 
-    Args:
-        memories: the addresses of the storages.
-    Returns: the result, and whether it has written there, or has moved a tensor elsewhere by ``x.data = ...``.
+    An argument that lay there, and that it has moved elsewhere by ``x.data = ...``, counts as written.
     """
     given = [(one, memory_of(one)) for one in tensors_in((args, kwargs))]
     given = [(one, memory) for one, memory in given if memory and memory in memories]
