@@ -171,9 +171,7 @@ def _tell(
 def _check_places(context: Context, function: Any, places: Sequence[Any], unfit: str, count: int, counted: int) -> None:
     """Raise TypeError for a place that is none, and ValueError if results are unfit, or not as many as places.
 
-    Args:
-        unfit: what the results are, if one of them is unfit; else empty.
-        count: how many results there are now; ``counted``: when the workers told each other.
+    ``unfit`` says what unfit results are; ``counted`` is how many there were when the workers told each other.
     """
     for place in places:
         if not is_place(place):

@@ -70,10 +70,7 @@ def grad(
     create_graph: bool = False, only_inputs: bool = True, allow_unused: bool | None = None,
     is_grads_batched: bool = False, materialize_grads: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """``torch.autograd.grad``: a gradient by a global tensor is global, one by a plain tensor or replica is whole.
-
-    If it fails on one worker, it fails on all.
-    """
+    """``torch.autograd.grad``: gradients by global tensors are global, others whole. If one worker fails, all do."""
     outputs = _listed(outputs)
     inputs = _listed(inputs)
     seeds = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
@@ -100,8 +97,8 @@ def grad(
 def _leaves_out(outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
     """Whether gradients are wanted by some weights of a model, but not by all: then the graph has to be retained.
 
-    Weights enter a forward in groups. The backward by one weight goes on to where the first of its group is used. Torch
-    alone would free the graph behind the weight, through which this backward still has to go.
+    Weights enter a forward in groups, so a backward by one weight also goes through the graph between the uses of the
+    others. In torch it would not go there, and so not free that part, which a later backward may need.
     """
     wanted = {id(one) for one in map(parameter_of, inputs) if isinstance(one, torch.nn.Parameter)}
     contexts = {one._context for one in (*outputs, *inputs) if type(one) in (GlobalTensor, Replica)} if wanted else ()
@@ -230,12 +227,12 @@ def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _detach(x: Any, block: torch.Tensor) -> None:
-    """Detach a block of x in place. It may have views.
+    """Detach the block of x in place; if it has views, let x have a new block in the same memory.
 
     Once a block is written, torch makes its views without cells anew by the functions that have made them, and expects
-    them to get a graph so. Therefore their old base stays a leaf that requires a gradient, and x gets a new block in
-    the same memory, with the gradient and the hooks of the old one. This would be an error if one of the views was made
-    without gradients; then the block is only detached.
+    them to get a graph so. Therefore their old base stays a leaf that requires a gradient, and the new block gets the
+    gradient and the hooks of the old one. Torch would raise if one of the views was made without gradients; then the
+    block is only detached.
     """
     memory = x.__dict__.get("_memory") if block.requires_grad else None
     leaf = block.is_leaf

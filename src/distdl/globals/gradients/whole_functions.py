@@ -42,11 +42,7 @@ _REFUSAL = type(torch._C._functions.DelayedError(_ONCE, 1)(torch.ones((), requir
 
 
 class Own(FunctionCtx):
-    """The ``ctx`` of such a function.
-
-    Attributes:
-        saved_tensors: the tensors that its forward has saved; set while its backward runs.
-    """
+    """The ``ctx`` of such a function. ``saved_tensors`` is set while its backward runs."""
 
     saved_tensors: Any
     # torch's ways to call a backward: by one of its two names, with a tuple or a list
@@ -245,14 +241,14 @@ class _Applied(Function):
         results, given = call.forward(inputs)
         pairs = zip(given, inputs, call.layouts, strict=True)  # plain arguments that have become global are left out
         blocks = {id(one): block for one, block, at in pairs if (at is None) == (type(one) is not GlobalTensor)}
-        taken, layouts, outputs = set(blocks), {}, []
+        known, layouts, outputs = set(blocks), {}, []
         beside = [one for one in given if type(one) is GlobalTensor]
         call.results, name = list(results), f"the autograd function {call.function.__name__}"
         for place, result in enumerate(results):
             if not isinstance(result, torch.Tensor):
                 continue
             check_unmixed(name, (type(result), GlobalTensor if beside else Replica))
-            if type(result) is not GlobalTensor and (id(result) in taken or not beside):
+            if type(result) is not GlobalTensor and (id(result) in known or not beside):
                 call.results[place] = Replica
                 outputs.append(blocks.setdefault(id(result), plain_of(result)))
                 continue
@@ -260,7 +256,8 @@ class _Applied(Function):
             one = result if type(result) is GlobalTensor else split_beside(result, beside)
             block = blocks[id(result)] if id(result) in blocks else block_of(one)
             block = block.clone() if block._is_view() else block
-            block = block.detach() if any(one is other for other in given) and id(one) not in taken else block
+            if any(one is other for other in given) and id(one) not in known:  # a plain argument that became global
+                block = block.detach()
             blocks[id(result)] = block
             layouts[id(result)] = call.results[place] = one._layout
             call.memories[place] = _placement_of(one)

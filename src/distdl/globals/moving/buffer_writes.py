@@ -48,12 +48,7 @@ def _held(context: Context) -> Iterator[torch.Tensor]:
 
 
 def check_gradient(values: Any, name: str) -> None:
-    """Raise RuntimeError if a write into a parameter or a buffer would lose a gradient.
-
-    Args:
-        values: the parameter or buffer, and the tensors that are written into it, in any structure.
-        name: of the function that writes.
-    """
+    """Raise RuntimeError if a write of values into a parameter or a buffer, given with them, would lose a gradient."""
     if torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in(values)):
         raise RuntimeError(
             f"{name} would write values of a global tensor into a parameter or a buffer of the model, and their "

@@ -114,8 +114,7 @@ def _become(target: torch.Tensor, made: torch.Tensor) -> str:
 def _adopt_both(part: torch.Tensor, base: Any, beside: Any, others: int = 0) -> str:
     """Make a plain tensor and a part of it global, for ``z[i] += x``. Returns why that must not be; empty if done.
 
-    Args:
-        others: how many other tensors may share the memory.
+    Besides the two, as many ``others`` may share their memory.
     """
     index = _index_of(part, base)
     if index is None or type(base) is not torch.Tensor or base.requires_grad or part.requires_grad:

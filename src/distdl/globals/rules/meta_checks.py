@@ -55,11 +55,7 @@ def judged(
 
 
 def _described(value: Any, found: list[Context], own: tuple[torch.Tensor | None, Collection[int]]) -> Hashable:
-    """Return a structure of arguments as a key, with the shapes and dtypes of tensors; collect contexts in ``found``.
-
-    Args:
-        own: the ``input`` and ``sized`` of :func:`judged`.
-    """
+    """Return a structure of arguments as a key; ``own`` are (input, sized). Append contexts of tensors to ``found``."""
     if isinstance(value, torch.Tensor):
         if type(value) is GlobalTensor:
             found.append(value._context)

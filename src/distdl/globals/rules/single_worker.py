@@ -19,7 +19,7 @@ from distdl.tensors.derivatives import Keeping, is_checkpointed, keeps_graph
 from distdl.tensors.function import Function
 from distdl.tensors.memory import as_dense
 
-LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # (the stubs lack it)
+LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # the stubs lack it
 _RAISED = (ValueError, TypeError, IndexError, NotImplementedError, LinAlgError)
 _KINDS: dict[str, type[Exception]] = {one.__name__: one for one in _RAISED}
 

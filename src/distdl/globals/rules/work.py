@@ -190,7 +190,7 @@ class Work:
     def result_dtype(
         self, func: Callable[..., torch.Tensor], operands: Sequence[Any], kind: Hashable
     ) -> torch.dtype | None:
-        """Return the dtype of the result, the same on every worker; None if the result of any part has it.
+        """Return the dtype of the result, the same on every worker; None if torch's result of any part has it anyway.
 
         For single cells, torch computes products by other functions, which autocast casts otherwise; for no cells, it
         takes dtypes that it refuses else. So the function is tried once, on zeros of one or two cells along each dim.

@@ -195,9 +195,9 @@ def note_view(x: GlobalTensor, y: GlobalTensor) -> None:
 
 
 def base_of(x: GlobalTensor) -> GlobalTensor | None:
-    """Return the tensor of which x is a view, directly or by further views; None if x is no view.
+    """Return the first of the tensors of which x is a view, from the nearest on, whose block is no view.
 
-    It is the first of them whose block is no view, or else the last one that still exists.
+    If all blocks are views, it is the last tensor that still exists. Returns None if that is x itself.
     """
     above = [one() for one in x.__dict__.get("_views_of", ())]
     chain = [x, *(one for one in above if one is not None)]
@@ -210,12 +210,9 @@ _WRITE_EXPANDED = frozenset(["fill_", "zero_", "masked_fill_", _PART_ASSIGNMENT,
 
 
 def check_written(x: GlobalTensor, name: str = "") -> None:
-    """Raise torch's RuntimeError if a function would write a tensor that was expanded.
+    """Raise torch's RuntimeError if a function would write an expanded tensor, and torch does not let this one do so.
 
-    Torch sees this in a block only if the block has several elements in one place. Here every worker raises.
-
-    Args:
-        name: of the function; a few functions may write expanded tensors.
+    Torch sees it in a block only if the block has several elements in one place. Here every worker raises.
     """
     strides = () if name.removeprefix("_foreach_") in _WRITE_EXPANDED else x.__dict__.get("_strides", ())
     if 0 in strides and any(n > 1 and not step for n, step in zip(x.shape, strides, strict=True)) and x.numel():
