@@ -195,8 +195,9 @@ class _Call:
     def blocks(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """Return this worker's block of the gradient of each result that is a tensor: the inverse of ``gradients``."""
         kinds: list[Any] = [kind for kind in self.results if kind is Replica or isinstance(kind, KnownLayout)]
+        name = self.function.__name__
         return tuple(
-            None if one is None else whole(one) if kind is Replica else part_of(one, kind, self.function.__name__)
+            None if one is None else whole(one) if kind is Replica else part_of(one, kind, name)
             for one, kind in zip(gradients, kinds, strict=True)
         )
 
