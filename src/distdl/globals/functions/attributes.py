@@ -1,4 +1,4 @@
-"""Attributes of global tensors: what a tensor says of itself, which its block says or its layout; and its data."""
+"""Attributes of global tensors. The block or the layout knows each; reading and setting ``data`` is here, too."""
 
 from __future__ import annotations
 
@@ -28,44 +28,37 @@ is_distributed is_coalesced __dlpack_device__
 """
 
 
-def _attribute(name: str) -> Handler:
+def _attribute_of_block(name: str) -> Handler:
     return lambda func, args, kwargs: getattr(args[0]._block, name)
 
 
 @handles_property("is_meta")
 def is_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if isinstance(args[0], torch.nn.Parameter):
-        check_unwrapped()  # (FSDP asks for this first)
+        check_unwrapped()  # FSDP reads this attribute first
     return bool(args[0]._block.is_meta)
 
 
 @handles_property("nbytes")
-def bytes_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Of all cells, wherever they are."""
+def nbytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The memory that the whole tensor takes, over all workers."""
     x = args[0]
     return int(x.numel() * x._block.element_size())
 
 
-def _method(name: str) -> Handler:
+def _method_of_block(name: str) -> Handler:
     return lambda func, args, kwargs: getattr(args[0]._block, name)(*args[1:], **kwargs)
 
 
 for _name in _READ.split():
     if hasattr(torch.Tensor, _name):
-        TABLE[getattr(torch.Tensor, _name).__get__] = _attribute(_name)
+        TABLE[getattr(torch.Tensor, _name).__get__] = _attribute_of_block(_name)
 for _name in _CALLED.split():
-    TABLE[getattr(torch.Tensor, _name)] = _method(_name)
-for _name in [
-    "is_floating_point",
-    "is_complex",
-    "is_signed",
-    "is_inference",
-    "is_conj",
-    "is_neg",
-    "get_device",
-    "is_distributed",
-]:
-    TABLE[getattr(torch, _name)] = _method(_name)
+    TABLE[getattr(torch.Tensor, _name)] = _method_of_block(_name)
+for _name in (
+    "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "get_device", "is_distributed",
+):  # fmt: skip
+    TABLE[getattr(torch, _name)] = _method_of_block(_name)
 
 
 @handles_property("shape")
@@ -80,11 +73,11 @@ _OF_MEMORY = "stride is_contiguous storage_offset dim_order dense_dim sparse_dim
 @handles("numel", "torch")
 @handles(f"size dim numel nelement ndimension __len__ is_floating_point is_complex {_OF_MEMORY}", "Tensor")
 def size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is known of the whole tensor."""
+    """Sizes, numbers of cells and dims, dtypes and strides of the whole tensor; no message."""
     x, *rest = args
     name = {"nelement": "numel", "ndimension": "dim"}.get(func.__name__, func.__name__)
     if name == "is_contiguous" and isinstance(x, torch.nn.Parameter):
-        check_unwrapped()  # (fully_shard asks for this first)
+        check_unwrapped()  # fully_shard calls this first
     if name in _OF_MEMORY:
         return of_memory(x, name, *rest, **kwargs)
     return getattr(x, name)(*rest, **kwargs)
@@ -92,15 +85,15 @@ def size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles_property("_base")
 def base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor | None:
-    """What a tensor is a view of."""
+    """The tensor of which this one is a view, or None."""
     return base_of(args[0])
 
 
 @handles("__deepcopy__", "Tensor")
-def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A copy of a leaf, and of its gradient if it is no parameter. Layout and context are values of the world."""
+def deep_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A copy of a leaf, and of its gradient unless it is a parameter. The copy has the same layout and world."""
     x, memo = args
-    if type(x) is not GlobalTensor:  # (one beside those that the memo has)
+    if type(x) is not GlobalTensor:  # the memo alone holds global tensors
         return deepcopy(plain_of(x), memo)
     found: GlobalTensor | None = memo.get(id(x))
     if found is None:
@@ -124,24 +117,24 @@ def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 
 def _check_shape(x: GlobalTensor, value: Any) -> None:
-    """Check what becomes the data of x, before anything changes.
+    """Check a value that is to become the data of x.
 
-    Raises: TypeError if it is no tensor of its shape.
+    Raises: TypeError if it is not a tensor of x's shape.
     """
     if not isinstance(value, torch.Tensor) or value.shape != x.shape:
         given = tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)
         raise TypeError(f"a global tensor takes a tensor of its shape {tuple(x.shape)} as its data, not {given}")
 
 
-def _stays(x: GlobalTensor) -> bool:
-    """Whether x stays where it is when it gets other data: it has a gradient, or is one."""
+def _keeps_layout(x: GlobalTensor) -> bool:
+    """Whether x keeps its layout when it gets other data: because it has a gradient, or is one."""
     return x._block.requires_grad or x._block.grad is not None or x.__dict__.get("_is_gradient", False)
 
 
 def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
-    """Let x have the cells of a tensor: those of a global one themselves, as in torch, and a copy of a plain one's.
+    """Let x share the memory of a global tensor, as in torch, or hold a copy of a plain one.
 
-    A tensor that has a gradient, or is one, stays where it is: if the cells have to move there, it is a copy, too.
+    If x has to keep its layout and the value has another, x holds a copy, too.
     """
     note_given(x)
     if type(value) is not GlobalTensor:
@@ -150,13 +143,13 @@ def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
         lies_alone(x)
         return
     moves = value._layout is not x._layout
-    stays = _stays(x)
-    if not stays:
+    keeps = _keeps_layout(x)
+    if not keeps:
         x._block, x._layout = block_of(value).data, value._layout
     else:
         x._block.data = part_of(value, x._layout, "data").detach()
     x._strides, x._offset = strides_of(value), offset_of(value)
-    if moves and stays:
+    if moves and keeps:
         lies_alone(x)
         note_copied(value, x)
     else:
@@ -164,13 +157,13 @@ def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
 
 
 def set_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """``x.set_(value)``: the same, but that torch counts it as a write of x, so what it was is no more there.
+    """``x.set_(value)``: share the data, and count it as a write of x: a backward that needs old values raises.
 
-    Raises: TypeError if x stays where it is, and the value has another shape.
+    Raises: TypeError if the value has another shape, and x keeps its layout or the value is plain.
     """
     x: GlobalTensor = args[0]
     value = args[1]
-    if type(value) is not GlobalTensor or _stays(x):
+    if type(value) is not GlobalTensor or _keeps_layout(x):
         _check_shape(x, value)
     if not x._block.is_inference():
         torch.autograd.graph.increment_version(x._block)
@@ -186,7 +179,10 @@ TABLE[_data.__set__] = write_data
 
 
 def write_data_of_replica(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """``self.w.data = x``: the parameter gets the values, all of them on every worker, and so does its copy."""
+    """``self.w.data = x`` in a forward: on every worker, the parameter and its replica get all values of x.
+
+    Raises: RuntimeError if the parameter is sharded.
+    """
     replica, value = args
     whole = full_tensor(value).detach() if type(value) is GlobalTensor else plain_of(value)
     parameter = replica.__dict__.get("_variable")

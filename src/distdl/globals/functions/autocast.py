@@ -1,8 +1,7 @@
-"""Functions that torch's autocast computes in another dtype, as its lists say, for each type of device.
+"""Functions whose arguments torch's autocast casts, by its own lists for each type of device.
 
-Where torch's own function computes on blocks, it casts them. Where we make a function of others, or where a worker has
-no cells to compute with, the result would be of another dtype. So what these functions get is cast before they run: to
-float32, or to the widest of their dtypes.
+torch casts the blocks itself where its function runs on them. Where a handler calls other functions, or a worker has no
+cells, the result would have another dtype. So the arguments of these functions are cast before the handler runs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import TABLE, Handler, name_of
 
 _ALWAYS = " cdist prod triplet_margin_loss"
-_WIDE = {  # (of its other functions, torch's own or our ops give the dtype: elements, their losses, sums, softmax)
+# Functions that torch computes in float32. Left out are those for which torch or an op of distdl gives the right dtype:
+# element by element, their losses, sums, softmax.
+_IN_FLOAT32 = {
     "cpu": "adaptive_avg_pool3d adaptive_max_pool3d adaptive_max_pool3d_with_indices avg_pool3d cholesky "
     "cholesky_solve fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn "
     "fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn grid_sample inverse linalg_cholesky "
@@ -28,17 +29,19 @@ _WIDE = {  # (of its other functions, torch's own or our ops give the dtype: ele
     "cuda": "cosine_similarity cumprod cumsum dist group_norm layer_norm linalg_matrix_norm linalg_norm logsumexp "
     "rms_norm special_logsumexp" + _ALWAYS,
 }
-_ALIKE = {"cpu": "index_copy", "cuda": "bilinear cross dot grid_sample index_put scatter_add tensordot vdot"}
+# Functions that torch computes in the widest dtype of their arguments.
+_IN_WIDEST = {"cpu": "index_copy", "cuda": "bilinear cross dot grid_sample index_put scatter_add tensordot vdot"}
 
 Cast = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _to_wide(devices: Collection[str], args: Any) -> Cast:
+def _to_float32(devices: Collection[str], args: Any) -> Cast:
     return lambda one: widened(one, devices)
 
 
 def _to_widest(devices: Collection[str], args: Any) -> Cast:
-    return _to_wide(devices, args) if any(one.dtype is torch.float32 for one in tensors_in(args)) else lambda one: one
+    has_float32 = any(one.dtype is torch.float32 for one in tensors_in(args))
+    return _to_float32(devices, args) if has_float32 else lambda one: one
 
 
 def _casting(handler: Handler, cast: Callable[[Collection[str], Any], Cast], devices: Collection[str]) -> Handler:
@@ -52,8 +55,8 @@ def _casting(handler: Handler, cast: Callable[[Collection[str], Any], Cast], dev
 
 
 def install() -> None:
-    """Let the handlers of these functions get tensors of the dtype in which torch computes."""
-    for cast, lists in ((_to_wide, _WIDE), (_to_widest, _ALIKE)):
+    """Wrap the handlers of these functions, so that under autocast they get tensors of the dtype torch computes in."""
+    for cast, lists in ((_to_float32, _IN_FLOAT32), (_to_widest, _IN_WIDEST)):
         devices: dict[str, list[str]] = {}
         for device, names in lists.items():
             for name in names.split():

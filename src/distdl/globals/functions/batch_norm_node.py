@@ -1,13 +1,13 @@
-r"""Batch normalisation in training as one autograd node: its derivative in closed form, one message each way.
+"""Batch normalisation in training as one autograd node, whose backward is a closed formula: one message each way.
 
-Each worker measures its block. The entries of all workers, mean and variance of each channel in float64, meet on every
-worker, in the same order, so all merge them alike and keep the same running statistics::
+Each worker measures the mean and variance of each channel in its block, in float64. All workers gather these entries
+and merge them in the same order, so all get the same statistics, and the same running statistics::
 
     x --- measure --> entries ==all-gather==> merge --> mean, variance --> y = (x - mean) / sqrt(variance + eps) * w + b
 
     dy --- sum --> db, dw ==all-sum==> S, G         dx = (w / s) (dy - S / n - (x - mean) / s * G / n),   s = sqrt(...)
 
-Where this derivative is itself differentiated, the steps of ``distdl.ops.normalisation`` compute it.
+For a derivative of the backward, the steps of ``distdl.ops.normalisation`` compute it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from distdl.transport import Label
 
 
 def fits(block: torch.Tensor, *rows: torch.Tensor | None) -> bool:
-    """Whether torch's kernels of the CPU can compute what the node does."""
+    """Whether torch has CPU kernels for the node: of one dtype, float32 or float64, and no forward-mode derivative."""
     dtype = block.dtype
     return (
         (block.is_cpu or block.is_meta)
@@ -41,14 +41,14 @@ def fits(block: torch.Tensor, *rows: torch.Tensor | None) -> bool:
 
 
 class BatchStatistics:
-    """How mean and variance of each channel come together, of tensors of one layout and dtype.
+    """The operators that bring together the statistics of tensors of one layout and dtype.
 
     Attributes:
         rows: how the kernels see this worker's block.
-        channels: how many there are.
-        count: the cells behind each mean.
-        shared: whether several workers have cells of a channel, no worker has only some channels, and there are as many
-            cells as a variance needs.
+        channels: the number of channels.
+        count: the number of cells of a channel, over all workers.
+        shared: whether the node applies: channels are not split, their cells are on several workers, and there is more
+            than one cell for each.
     """
 
     def __init__(self, layout: KnownLayout, dtype: torch.dtype) -> None:
@@ -65,7 +65,7 @@ class BatchStatistics:
         self._gather: Operator = context.moving(owned, entries, torch.float64, NONE, "batch_norm")
         plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (2 * channels,)), context.me)
         shapes = [(2 * channels,)]
-        # (with its length: some transports end the process where messages of two lengths meet)
+        # the label has the layout, because some transports abort if workers sum messages of different lengths
         label = Label("batch_norm", detail=layout)
         self._sum = Operator(plan, context.comm, context.everyone, label, dtype, NONE, shapes, shapes)
         self._own = owned.local
@@ -73,7 +73,7 @@ class BatchStatistics:
         self.count = sum(counts)
         own, space = layout.local, range(2, dims)
         rows = Rows.of(own, (1, channels, *[1] * len(space)), (0, *space), True, self.count)
-        assert rows is not None  # (they fit all channels)
+        assert rows is not None  # it is None for split channels only
         self.rows = rows
         self.derive = self._gather.derive
         workers = layout.partition.workers
@@ -83,36 +83,43 @@ class BatchStatistics:
 
     @property
     def history(self) -> int:
-        """What the workers have exchanged so far, as a number."""
+        """The number that stands for all exchanges of these workers so far."""
         return self._gather.history
 
     @classmethod
     def of(cls, layout: KnownLayout, dtype: torch.dtype) -> BatchStatistics:
+        """The one object for a layout and dtype."""
         found: BatchStatistics = layout.context.keep((cls, layout, dtype), lambda: cls(layout, dtype))
         return found
 
     def merged(self, entries: torch.Tensor | None, beside: torch.Tensor) -> torch.Tensor:
-        """Mean and variance of each channel of the whole tensor, on every worker, of what this block has of them."""
+        """Mean and variance of each channel of the whole tensor, the same on every worker.
+
+        Args:
+            entries: mean and variance of each channel of this worker's block; None if it has no cells.
+            beside: a tensor on the block's device.
+        """
         if entries is None:
             entries = torch.zeros(self._own, dtype=torch.float64, device=beside.device)
         means, variances = self._gather.execute(entries.view(self._own)).unbind(1)
         shares = self._shares.on(means.device)
-        away = means - means[0]  # (of large means, what they have in common would round off what tells them apart)
+        away = means - means[0]  # averaging large means themselves would round off their differences
         shift = shares @ away
         away -= shift
         return torch.stack([means[0] + shift, shares @ variances.addcmul(away, away)])
 
-    def averages(self, sums: torch.Tensor) -> torch.Tensor:
-        """Minus their sums over all workers, per cell."""
+    def negative_averages(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sums, (2, channels), added up over all workers and divided by minus the number of cells of a channel."""
         total: torch.Tensor = self._sum.execute(sums.view(-1))
         return total.div_(-self.count).view(2, self.channels)
 
 
 class Options(NamedTuple):
-    """What the node is told beside its tensors.
+    """Arguments of the node that are not differentiated.
 
     Attributes:
-        running: the running statistics, if there are any; momentum is the weight of the new batch in them.
+        running: the running mean and variance to update, if there are any.
+        momentum: the weight of this batch in the running statistics.
         steps: the same function of x, weight and bias in steps that are differentiable any number of times.
     """
 
@@ -126,7 +133,7 @@ class Options(NamedTuple):
 def normalised(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
 ) -> torch.Tensor:
-    """This worker's block of the result."""
+    """Normalise this worker's block x by the statistics of all workers, and update the running statistics."""
     y: torch.Tensor = _BatchNorm.apply(x, weight, bias, options)
     return y
 
@@ -163,7 +170,7 @@ class _BatchNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # before any message, because a checkpoint recomputes here
+        # read before any message is sent, because a checkpoint recomputes its forward here
         x, weight, bias, mean, variance, centre = ctx.saved_tensors
         options: Options = ctx.options
         if ctx.needs_input_grad[0] or torch.is_grad_enabled():
@@ -183,7 +190,7 @@ class _BatchNorm(Function):
             sums = x.new_zeros(2, statistics.channels)
         dw, db = sums
         if needs_x:
-            averages = statistics.averages(sums)
+            averages = statistics.negative_averages(sums)
             if x.numel():
                 scale = (variance + options.eps).rsqrt_()
                 if weight is not None:

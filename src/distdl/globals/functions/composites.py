@@ -1,4 +1,4 @@
-"""Functions that are made of others: each of those has an op."""
+"""Functions that are computed by calls of other functions, which have handlers of their own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from distdl.globals.views.aliasing import write_back
 from distdl.tensors.modes import uncounted
 
 
-def _made_of_others(func: Any) -> Handler:
+def _rebuilt(func: Any) -> Handler:
+    """A handler that runs torch's own Python code, in which the functions that it calls are handled."""
     rebuilt = composite(func)
     return lambda func, args, kwargs: rebuilt(*args, **kwargs)
 
@@ -32,25 +33,25 @@ for _function in (
     functional.lp_pool3d, functional.multilabel_soft_margin_loss, functional.triplet_margin_with_distance_loss,
     torch.Tensor.__reversed__, torch.unravel_index,
 ):  # fmt: skip
-    TABLE[_function] = _made_of_others(_function)
+    TABLE[_function] = _rebuilt(_function)
 TABLE[torch.clip_] = elementwise
 
 
 @handles("tril_ triu_ cumsum_ cumprod_ addmm_ baddbmm_", "Tensor")
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The function out of place, written into its first argument."""
+    """Compute out of place, and write the result into the first argument."""
     x = args[0]
     if type(x) is not GlobalTensor:
         return write(func, args, kwargs, x, (args, kwargs))
     judged(func, args, kwargs)
-    before = x.clone() if x.requires_grad else x  # (of which a derivative may need the old values)
+    before = x.clone() if x.requires_grad else x  # a derivative may need the old values
     y = getattr(torch.Tensor, func.__name__.removesuffix("_"))(before, *args[1:], **kwargs)
     return write_back(x, y, func.__name__)
 
 
 @handles("sum_to_size", "Tensor")
 def sum_to_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The sum over those dims along which a smaller tensor would be expanded: the adjoint of that."""
+    """The adjoint of expand: sum over the dims along which a tensor of the given shape is expanded to this one."""
     x = args[0]
     shape = shape_of(func, x, args[1:], kwargs)
     more = x.dim() - len(shape)
@@ -60,7 +61,10 @@ def sum_to_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @handles("linspace logspace", "torch")
 def between_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A plain tensor: the values of tensors without dims come to every worker."""
+    """A plain tensor between ends that are numbers or 0-d tensors, whose values are gathered on every worker.
+
+    Raises: RuntimeError for an end that has dims.
+    """
 
     def value(one: torch.Tensor) -> Any:
         if one.dim():
@@ -72,7 +76,7 @@ def between_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The linear map and then the loss. (In chunks, as options say, torch saves memory that blocks do not take.)"""
+    """The linear map, then the loss. Options that save memory by chunks are ignored, because blocks are small."""
     return composite(func)(*args, **{**kwargs, "options": None})
 
 
@@ -98,23 +102,23 @@ def max_unpooling(
     padding: Any = 0,
     output_size: Any = None,
 ) -> Any:
-    """Put each value into the cell of its plane that its index says; planes are whole meanwhile."""
+    """Scatter each value into its plane, at the place that its index names. A plane is whole on one worker."""
     judged(func, (input, indices, kernel_size, stride, padding, output_size), {})
     dims = int(func.__name__[-2])
-    kernel, margins = _each(kernel_size, dims), _each(padding, dims)
-    steps = kernel if stride is None else _each(stride, dims)
+
+    def per_dim(value: Any) -> list[int]:
+        return [value] * dims if isinstance(value, int) else list(value)
+
+    kernel, margins = per_dim(kernel_size), per_dim(padding)
+    steps = kernel if stride is None else per_dim(stride)
     if output_size is not None and len(output_size) > dims:
         output_size = output_size[-dims:]
-    extents: Any = getattr(functional, "_unpool_output_size")  # noqa: B009 (torch does not export it)
+    extents: Any = getattr(functional, "_unpool_output_size")  # noqa: B009  # torch does not export it
     with uncounted():
         size = extents(torch.empty(input.shape, device="meta"), kernel, steps, margins, output_size)
     values = input.flatten(-dims)
     y = values.new_zeros((*values.shape[:-1], prod(size)))
     return y.scatter(-1, indices.flatten(-dims), values).unflatten(-1, tuple(size))
-
-
-def _each(value: Any, dims: int) -> list[int]:
-    return [value] * dims if isinstance(value, int) else list(value)
 
 
 @handles("triplet_margin_loss", "functional")
@@ -140,17 +144,17 @@ def triplet_margin_loss(
 @handles("affine_grid", "functional")
 @by_name
 def affine_grid(func: Any, theta: Any, size: Any, align_corners: bool | None = None) -> Any:
-    """The points of an affine map: the cells of a grid that every worker has, times its matrices."""
+    """Map the cell centres of an image, which every worker computes whole, by the affine matrices of each sample."""
     judged(func, (theta, list(size), bool(align_corners)), {})
     space = [int(n) for n in size[2:]]
-    lines = [_cells(n, bool(align_corners), theta) for n in space]
-    places = torch.stack([*reversed(torch.meshgrid(lines, indexing="ij")), lines[0].new_ones(space)], -1)
+    centres = [_centres(n, bool(align_corners), theta) for n in space]
+    places = torch.stack([*reversed(torch.meshgrid(centres, indexing="ij")), centres[0].new_ones(space)], -1)
     points: Any = torch.matmul(places.flatten(0, -2), theta.transpose(1, 2))
     return points.unflatten(1, space)
 
 
-def _cells(count: int, align_corners: bool, like: Any) -> torch.Tensor:
-    """Where cells lie between -1 and 1: the first and the last on these, or half a cell inside."""
+def _centres(count: int, align_corners: bool, like: Any) -> torch.Tensor:
+    """The coordinates of cells between -1 and 1. With ``align_corners`` the outer ones are -1 and 1 themselves."""
     if count == 1:
         return torch.zeros(1, dtype=like.dtype, device=like.device)
     line = torch.linspace(-1, 1, count, dtype=like.dtype, device=like.device)
@@ -160,7 +164,7 @@ def _cells(count: int, align_corners: bool, like: Any) -> torch.Tensor:
 @handles("cov corrcoef", "torch Tensor")
 @by_name
 def covariance(func: Any, input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
-    """How rows vary together."""
+    """The covariance of rows, or their correlation. Weights, integers and too few columns fall back."""
     if input.dim() != 2 or input.shape[0] < 2 or input.shape[1] <= correction:
         return NotImplemented
     if fweights is not None or aweights is not None or not (input.is_floating_point() or input.is_complex()):
@@ -179,7 +183,7 @@ def covariance(func: Any, input: Any, *, correction: int = 1, fweights: Any = No
 @handles("norm_except_dim", "torch")
 @by_name
 def norm_except_dim(func: Any, v: Any, pow: int = 2, dim: int = 0) -> Any:
-    """The norm over all dims but one, or over all of them."""
+    """The norm over all dims but one, or over all of them if dim is -1."""
     judged(func, (v, pow, dim), {})
     others = [axis for axis in range(v.dim()) if dim == -1 or axis != dim % v.dim()]
     return torch.linalg.vector_norm(v, pow, others, keepdim=dim != -1)

@@ -19,17 +19,17 @@ from distdl.ops.transposed import TransposedConvolution
 from distdl.partition import Partition
 
 
-def work_of(layout: KnownLayout) -> Partition:
-    """The workers of a convolution: batch, out, in, space... Each computes its run of the output channels."""
+def _computing(layout: KnownLayout) -> Partition:
+    """The workers of an input as (batch, output channels, input channels, space...): input channels are not split."""
     batch, channel, *space = layout.partition.workers.shape
     work: Partition = layout.partition.reshape(batch, channel, 1, *space)
     return work
 
 
 def _check_bias(bias: torch.Tensor | None, produced: int, kernel: str) -> None:
-    """Check a bias as torch does, but not of tensors without memory.
+    """Check the shape of a bias, which torch does not check on meta tensors.
 
-    Raises: RuntimeError if it has not one element for each channel that is produced.
+    Raises: RuntimeError, with torch's text, unless the bias has one element for each channel that is produced.
     """
     if bias is not None and tuple(bias.shape) != (produced,):
         raise RuntimeError(
@@ -50,10 +50,13 @@ def convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    """Each worker computes its outputs, of the cells around its block."""
+    """Each worker computes its block of the output, from its block of the input and a halo around it.
+
+    Without input channels, torch gives no output channels either; that falls back.
+    """
     space = weight.dim() - 2
     if type(input) is not GlobalTensor or (input.dim() == space + 2 and not input.shape[1]):
-        return NotImplemented  # (of no channels, torch makes none)
+        return NotImplemented
     if input.dim() == space + 1:
         return func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
     produced, taken = weight.shape[0], weight.shape[1] * groups
@@ -69,7 +72,7 @@ def convolution(
         made.check(name)
         return made
 
-    return apply(op, key, input, func.__name__, lambda: work_of(input._layout), (weight, bias))
+    return apply(op, key, input, func.__name__, lambda: _computing(input._layout), (weight, bias))
 
 
 @handles("conv_transpose1d conv_transpose2d conv_transpose3d", "torch functional")
@@ -85,7 +88,7 @@ def transposed_convolution(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Any:
-    """Each worker computes its outputs, of the inputs that add to them."""
+    """Each worker computes its block of the output, from all inputs that add to it."""
     space = weight.dim() - 2
     if type(input) is not GlobalTensor:
         return NotImplemented
@@ -107,4 +110,4 @@ def transposed_convolution(
         made.check(func.__name__)
         return made
 
-    return apply(op, key, input, func.__name__, lambda: work_of(input._layout), (weight, bias))
+    return apply(op, key, input, func.__name__, lambda: _computing(input._layout), (weight, bias))

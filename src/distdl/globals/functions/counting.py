@@ -1,4 +1,4 @@
-"""Which values occur in a global tensor, and how often: each worker counts in its block, and the counts add up."""
+"""Which values occur in a global tensor, and how often. Each worker counts in its block, and the counts are merged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distdl.geometry.boxes import slices
 from distdl.globals.functions.shapes import reshaped
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.moving.alignment import aligned
-from distdl.globals.rules.fallback import fall_back, split_like
+from distdl.globals.rules.fallback import split_like
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles
@@ -25,25 +25,28 @@ _FRACTIONS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 @handles("bincount")
 @by_name
 def bincount(func: Any, input: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """How often each whole number occurs."""
+    """How often each of the numbers 0, 1, ... occurs, or the sum of their weights. What torch refuses falls back."""
     if input.dim() != 1 or not input.numel() or minlength < 0 or input.dtype.to_real() in _FRACTIONS:
         return NotImplemented
     if int(input.min()) < 0 or (weights is not None and weights.shape != input.shape):
-        return NotImplemented  # (for torch's error)
+        return NotImplemented
     count = max(int(input.max()) + 1, minlength)
     context = next(one for one in (input, weights) if type(one) is GlobalTensor)._context
     layout, (cells, sizes) = aligned(context, (input, weights), None, "bincount")
     own = None if sizes is None else sizes.detach().reshape(-1)
     found = torch.bincount(cells.detach().reshape(-1), own, count)
-    # (of no cells, torch gives whole numbers, whatever the weights)
+    # torch gives integers for a block without cells, whatever the dtype of the weights
     wanted = torch.int64 if own is None else own.dtype if own.dtype is torch.float32 else torch.float64
-    return added_up(layout, _without_derivative(found.to(wanted), "bincount", sizes))
+    return _summed(layout, _without_derivative(found.to(wanted), "bincount", sizes))
 
 
 @handles("histc")
 @by_name
 def histc(func: Any, input: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
-    """How many elements lie in each of so many intervals of equal length."""
+    """How many elements lie in each of ``bins`` intervals of equal length between two numbers.
+
+    If these are equal, as by default, the smallest and the largest element take their place.
+    """
     low, high = float(min), float(max)
     if not input.numel() or not input.is_floating_point() or bins < 1 or low > high:
         return NotImplemented
@@ -53,11 +56,11 @@ def histc(func: Any, input: Any, bins: int = 100, min: Any = 0, max: Any = 0) ->
         low, high = low - 1, high + 1
     if not (torch.isfinite(torch.tensor([low, high])).all()):
         return NotImplemented
-    return added_up(input._layout, torch.histc(block_of(input).detach(), bins, low, high))
+    return _summed(input._layout, torch.histc(block_of(input).detach(), bins, low, high))
 
 
-def added_up(layout: KnownLayout, counts: torch.Tensor) -> Any:
-    """The sum over workers of what each has counted in its block of a tensor that lies so."""
+def _summed(layout: KnownLayout, counts: torch.Tensor) -> Any:
+    """The sum of a vector of counts over the workers of a layout, of whose blocks each has counted its own."""
     context, workers, count = layout.context, layout.partition.workers, counts.numel()
 
     def make() -> KnownLayout:
@@ -69,7 +72,7 @@ def added_up(layout: KnownLayout, counts: torch.Tensor) -> Any:
 
 
 def _without_derivative(y: torch.Tensor, name: str, *inputs: torch.Tensor | None) -> torch.Tensor:
-    """y, of which torch has no derivative by what it was computed from. To ask for one is an error on every worker."""
+    """y, which depends on its inputs but has no derivative. Every worker raises RuntimeError in backward, as torch."""
     found: torch.Tensor = _WithoutDerivative.apply(y, name, *inputs)
     return found
 
@@ -85,46 +88,65 @@ class _WithoutDerivative(Function):
         raise RuntimeError(f"the derivative for {ctx.name} is not implemented")
 
 
-@handles("unique unique_consecutive", "torch Tensor")
-def unique(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The values that occur: each worker finds those of its block, and they come to all workers, which merge them.
+@handles("unique", "torch Tensor")
+@by_name
+def unique(
+    func: Any,
+    input: Any,
+    sorted: bool = True,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    dim: int | None = None,
+) -> Any:
+    """The distinct values, which torch sorts whatever ``sorted`` says. With a dim it falls back."""
+    return NotImplemented if dim is not None else _distinct(torch.unique, input, return_inverse, return_counts)
 
-    The result is split evenly; where each value has gone is split as the tensor is.
+
+@handles("unique_consecutive", "torch Tensor")
+@by_name
+def unique_consecutive(
+    func: Any, input: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    """The flat tensor without values that equal the one before them. With a dim it falls back."""
+    if dim is not None:
+        return NotImplemented
+    return _distinct(torch.unique_consecutive, input, return_inverse, return_counts)
+
+
+def _distinct(find: Callable[..., Any], input: Any, return_inverse: bool, return_counts: bool) -> Any:
+    """Find the values of each block, gather these on every worker, and merge them there.
+
+    Args:
+        find: ``torch.unique`` or ``torch.unique_consecutive``.
+    Returns: the values, split evenly; then, as far as asked for, the place of each element among them, split as the
+        input is, and their counts, split evenly.
     """
-    runs = func.__name__ == "unique_consecutive"
-
-    def run(input: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None) -> Any:
-        context = input._context
-        if dim is not None or context.comm.imagined:
-            return fall_back(func, args, kwargs)
-        known: Any = input.detach()
-        x = reshaped(known, (input.numel(),)) if runs else known
-        find = torch.unique_consecutive if runs else torch.unique
-        refuses(find, block_of(x), (1,))
-        values, places, counts = find(block_of(x).reshape(-1), return_inverse=True, return_counts=True)
-        told = gather_values(context.comm, context.everyone, func.__name__, (values.cpu(), counts.cpu()))
-        order = x._layout.partition.workers.ravel().tolist()
-        listed = torch.cat([told[worker][0] for worker in order]).to(values.device)
-        merged, target = find(listed, return_inverse=True)
-        found = [_split(merged, input, func.__name__)]
-        if return_inverse:
-            first = sum(len(told[worker][0]) for worker in order[: order.index(context.me)]) if x._layout.active else 0
-            own = target[first : first + len(values)][places]
-            found.append(reshaped(GlobalTensor._of(own.reshape(x._layout.local), x._layout), input.shape))
-        if return_counts:
-            all_counts = torch.cat([told[worker][1] for worker in order]).to(values.device)
-            sums = torch.zeros_like(merged, dtype=torch.int64).index_add(0, target, all_counts)
-            found.append(_split(sums, input, func.__name__))
-        return tuple(found) if len(found) > 1 else found[0]
-
-    def run_sorted(input: Any, sorted: bool = True, *rest: Any, **more: Any) -> Any:
-        return run(input, *rest, **more)  # (torch sorts always)
-
-    return (run if runs else run_sorted)(*args, **kwargs)
+    context, name = input._context, find.__name__
+    if context.comm.imagined:
+        return NotImplemented
+    x: Any = input.detach()
+    if find is torch.unique_consecutive:
+        x = reshaped(x, (input.numel(),))
+    refuses(find, block_of(x), (1,))
+    values, places, counts = find(block_of(x).reshape(-1), return_inverse=True, return_counts=True)
+    gathered = gather_values(context.comm, context.everyone, name, (values.cpu(), counts.cpu()))
+    order = x._layout.partition.workers.ravel().tolist()
+    merged, target = find(torch.cat([gathered[worker][0] for worker in order]).to(values.device), return_inverse=True)
+    found = [_split_evenly(merged, input, name)]
+    if return_inverse:
+        before = order[: order.index(context.me)] if x._layout.active else []
+        first = sum(len(gathered[worker][0]) for worker in before)
+        own = target[first : first + len(values)][places]
+        found.append(reshaped(GlobalTensor._of(own.reshape(x._layout.local), x._layout), input.shape))
+    if return_counts:
+        all_counts = torch.cat([gathered[worker][1] for worker in order]).to(values.device)
+        sums = torch.zeros_like(merged, dtype=torch.int64).index_add(0, target, all_counts)
+        found.append(_split_evenly(sums, input, name))
+    return tuple(found) if len(found) > 1 else found[0]
 
 
-def _split(whole: torch.Tensor, like: GlobalTensor, name: str) -> GlobalTensor:
-    """What a function has found in a tensor, which every worker has, split evenly over the workers of that."""
-    layout = split_like(like._context, tuple(whole.shape), like._layout.partition.workers)
+def _split_evenly(whole: torch.Tensor, x: GlobalTensor, name: str) -> GlobalTensor:
+    """Split a tensor that every worker has found in x evenly over the workers of x, without a derivative."""
+    layout = split_like(x._context, tuple(whole.shape), x._layout.partition.workers)
     own = whole[slices(layout.box)].reshape(layout.local)
-    return GlobalTensor._of(_without_derivative(own, name, block_of(like)), layout)
+    return GlobalTensor._of(_without_derivative(own, name, block_of(x)), layout)

@@ -1,4 +1,4 @@
-"""Diagonals of matrices, and triangles."""
+"""Diagonals of matrices, and their triangles."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from distdl.globals.views.strides import View
 @handles("tril triu", "torch Tensor")
 @by_name
 def triangle(func: Any, input: Any, diagonal: int = 0) -> GlobalTensor:
-    """A triangle of the last two dims, the rest being zero."""
-    shape_of(func, input, (diagonal,), {})  # (for torch's error)
+    """Keep one triangle of the last two dims, and put zeros elsewhere. Each worker keeps that of its block."""
+    shape_of(func, input, (diagonal,), {})  # raises torch's error
     judge_dtype(func, input)
     layout = input._layout
     (row, _), (column, _) = layout.box[-2:]
@@ -31,11 +31,11 @@ def triangle(func: Any, input: Any, diagonal: int = 0) -> GlobalTensor:
 
 @handles("diagonal", "torch Tensor linalg")
 def diagonal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """The cells of two dims whose places are equal, or differ by an offset: each stays where it is; a view."""
+    """The diagonal of two dims, as a view: each cell stays on its worker."""
     default = (-2, -1) if func is torch.linalg.diagonal else (0, 1)
 
     def run(input: Any, offset: int = 0, dim1: int = default[0], dim2: int = default[1]) -> GlobalTensor:
-        shape_of(torch.diagonal, input, (offset, dim1, dim2), {})  # (for torch's error)
+        shape_of(torch.diagonal, input, (offset, dim1, dim2), {})  # raises torch's error
         return _diagonal(input, offset, dim1 % input.dim(), dim2 % input.dim())
 
     if "A" in kwargs:
@@ -45,11 +45,12 @@ def diagonal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _diagonal(x: GlobalTensor, offset: int, row: int, column: int) -> GlobalTensor:
+    """The view of the cells whose places along two dims differ by an offset, ``column - row``. It is the last dim."""
     layout, context = x._layout, x._context
     rest = [dim for dim in range(x.dim()) if dim not in (row, column)]
 
     def make() -> KnownLayout:
-        # in the order of rows and then columns, the blocks on a diagonal follow it
+        # sorted by row and then by column, the blocks that a diagonal crosses follow each other along it
         workers = layout.partition.workers.transpose([*rest, row, column])
         along, stop = [], 0
         for i, j in layout.intervals[row]:
@@ -80,30 +81,30 @@ def fill_diagonal(func: Any, self: Any, fill_value: Any, wrap: bool = False) -> 
 @handles("trace", "torch Tensor")
 def trace(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (x,) = (*args, *kwargs.values())
-    shape_of(func, x, (), {})  # (for torch's error)
-    wide = func(block_of(x).new_zeros(1, 1)).dtype  # (float32 where autocast says so)
-    return _diagonal(x, 0, 0, 1).sum(dtype=wide)
+    shape_of(func, x, (), {})  # raises torch's error
+    dtype = func(block_of(x).new_zeros(1, 1)).dtype  # autocast may make it float32
+    return _diagonal(x, 0, 0, 1).sum(dtype=dtype)
 
 
 @handles("diag", "torch Tensor")
 @by_name
 def diag(func: Any, input: Any, diagonal: int = 0) -> Any:
-    """The diagonal of a matrix, or the matrix of a diagonal."""
-    shape_of(func, input, (diagonal,), {})  # (for torch's error)
-    return _diagonal(input, diagonal, 0, 1).clone() if input.dim() == 2 else embedded(input, diagonal)
+    """The diagonal of a matrix, as a copy; or the matrix with a vector as its diagonal."""
+    shape_of(func, input, (diagonal,), {})  # raises torch's error
+    return _diagonal(input, diagonal, 0, 1).clone() if input.dim() == 2 else _embedded(input, diagonal)
 
 
 @handles("diag_embed", "torch Tensor")
 @by_name
 def diag_embed(func: Any, input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
-    """Matrices of diagonals, each row of which lies where its cell does."""
+    """Matrices with the last dim of the input as their diagonals. Each row is on the worker of its diagonal cell."""
     shape = shape_of(func, input, (offset, dim1, dim2), {})
-    return embedded(input, offset).movedim((-2, -1), (dim1 % len(shape), dim2 % len(shape)))
+    return _embedded(input, offset).movedim((-2, -1), (dim1 % len(shape), dim2 % len(shape)))
 
 
-def embedded(x: Any, offset: int) -> Any:
-    """Matrices of diagonals, along two last dims."""
-    here = torch.eye(x.shape[-1], dtype=torch.bool, device=x.device)
-    y = torch.where(here, x.unsqueeze(-1), torch.zeros((), dtype=x.dtype, device=x.device))
+def _embedded(x: Any, offset: int) -> Any:
+    """Matrices along two new last dims, with the last dim of x as their diagonals."""
+    on_diagonal = torch.eye(x.shape[-1], dtype=torch.bool, device=x.device)
+    y = torch.where(on_diagonal, x.unsqueeze(-1), torch.zeros((), dtype=x.dtype, device=x.device))
     behind, before = max(offset, 0), max(-offset, 0)
     return functional.pad(y, (behind, before, before, behind)) if offset else y

@@ -1,4 +1,4 @@
-"""Distributions: what a random number is, of one that is uniform in [0, 1). Each checks its numbers as torch does."""
+"""Distributions: each function maps uniform numbers in [0, 1) to random numbers, and checks its parameters as torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from distdl.tensors.uniform import Value
 
 
 def _bits(dtype: torch.dtype) -> int:
-    """How many bits a number below 1 may have so that a dtype does not round it to 1."""
+    """The number of bits that a fraction may have without being rounded to 1 in a dtype."""
     return {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}.get(dtype, 53)
 
 
 def between(low: float, high: float, dtype: torch.dtype) -> Value:
-    """Uniform numbers from low, up to and without high.
+    """Uniform numbers in [low, high).
 
-    Raises: RuntimeError if high is less, as torch.
+    Raises: RuntimeError if high is less than low.
     """
     if low > high:
         raise RuntimeError(f"uniform_ expects to return a [from, to) range, but found from={low} > to={high}")
@@ -28,18 +28,18 @@ def between(low: float, high: float, dtype: torch.dtype) -> Value:
 def normal(mean: float = 0.0, std: float = 1.0) -> Value:
     """Normally distributed numbers.
 
-    Raises: RuntimeError for a negative deviation, as torch.
+    Raises: RuntimeError for a negative deviation.
     """
     if std < 0:
         raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
-    # (2u - 1 is shifted by half of its step, so that it lies between -1 and 1, without these)
+    # half a step is added to 2u - 1, because erfinv is infinite at -1
     return lambda u: torch.erfinv(2 * u - 1 + 2.0**-53) * (math.sqrt(2) * std) + mean
 
 
 def exponential(rate: float = 1.0) -> Value:
     """Exponentially distributed numbers, none of them 0.
 
-    Raises: RuntimeError for a rate that is not positive, as torch.
+    Raises: RuntimeError for a rate that is not positive.
     """
     _check_positive("exponential_", "lambda", rate)
     return lambda u: -torch.log1p(-(u + 2.0**-54)) / rate
@@ -61,9 +61,9 @@ def _check_positive(function: str, name: str, value: float) -> None:
 
 
 def integers(*ends: int) -> Value:
-    """Integers from the first number, or 0, up to and without the last.
+    """Integers in [low, high), given as ``integers(high)`` from 0 on, or as ``integers(low, high)``.
 
-    Raises: RuntimeError if there are none, as torch.
+    Raises: RuntimeError if there are none.
     """
     low, high = (0, *ends)[-2:]
     if low >= high:
@@ -73,7 +73,7 @@ def integers(*ends: int) -> Value:
 
 
 def integers_of(dtype: torch.dtype, low: int | None = None, to: int | None = None) -> Value:
-    """The same of ``x.random_(low, to)``: all that a dtype has if no end is given, and from 0 if it is the only one."""
+    """The integers of ``x.random_(low, to)``: from 0 if one number is given, and all that the dtype has if none is."""
     if low is not None and to is None:
         low, to = 0, low
     if to is None:
@@ -82,9 +82,9 @@ def integers_of(dtype: torch.dtype, low: int | None = None, to: int | None = Non
 
 
 def geometric(p: float) -> Value:
-    """Trials up to the first success, of odds p.
+    """The number of trials up to the first success, each of probability p.
 
-    Raises: RuntimeError for other odds, as torch.
+    Raises: RuntimeError unless p is between 0 and 1.
     """
     if not 0 < p < 1:
         raise RuntimeError(f"geometric_ expects p to be in (0, 1), but got p={p}")

@@ -1,4 +1,4 @@
-"""Products that an equation of labels describes: einsum."""
+"""``torch.einsum``: products that an equation of labels describes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,29 @@ from distdl.globals.tensor.table import handles
 
 @handles("einsum", "torch")
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any equation, over tensors in any layouts."""
-    equation, *operands = args  # (torch has made an equation of lists of labels)
+    """Contract global and plain tensors in any layouts.
+
+    Args:
+        args: the equation, and the operands. torch has made an equation of lists of labels.
+    """
+    equation, *operands = args
     labels, out = _labelled(equation, tuple(one.dim() for one in operands))
     checked(_einsum(equation), operands, compares=True)
     if any(len(set(own)) < len(own) for own in labels):
         diagonals = [_without_repeats(one, own) for one, own in zip(operands, labels, strict=True)]
         operands, labels = [one for one, _ in diagonals], tuple(own for _, own in diagonals)
-        equation = _spelled(labels, out)
-    if len(operands) == 1 and len(out) == len(labels[0]) and type(operands[0]) is GlobalTensor:  # (a view, as in torch)
+        equation = _equation_of(labels, out)
+    if len(operands) == 1 and len(out) == len(labels[0]) and type(operands[0]) is GlobalTensor:
+        # nothing is summed over, and torch returns a view
         return operands[0].permute([labels[0].index(label) for label in out])
     return contract(_einsum(equation), operands, labels, out, "einsum")
 
 
 def _without_repeats(operand: Any, labels: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
-    """An operand of which each label has one dim: of dims of the same label, the diagonal."""
+    """Take the diagonal of dims with the same label, until each label of an operand names one dim.
+
+    Returns: the operand, and the labels of its dims.
+    """
     own = list(labels)
     while len(set(own)) < len(own):
         first, second = next((i, j) for j in range(len(own)) for i in range(j) if own[i] == own[j])
@@ -39,8 +47,8 @@ def _without_repeats(operand: Any, labels: Sequence[str]) -> tuple[Any, tuple[st
     return operand, tuple(own)
 
 
-def _spelled(labels: Sequence[Sequence[Hashable]], out: Sequence[Hashable]) -> str:
-    """The equation of labels."""
+def _equation_of(labels: Sequence[Sequence[Hashable]], out: Sequence[Hashable]) -> str:
+    """The equation with one letter for each label."""
     letters = dict(zip(dict.fromkeys(label for own in (*labels, out) for label in own), _LETTERS, strict=False))
     left, right = (",".join("".join(letters[label] for label in own) for own in terms) for terms in (labels, [out]))
     return f"{left}->{right}"
@@ -51,12 +59,18 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @lru_cache(1024)
 def _einsum(equation: str) -> Callable[..., torch.Tensor]:
+    """torch's einsum with this equation: the same object for the same equation, as caches of checks need it."""
     return lambda *blocks: torch.einsum(equation, *blocks)
 
 
 @lru_cache(1024)
 def _labelled(equation: str, ranks: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """The labels of each operand of an equation, and those of the result."""
+    """The labels of each operand of an equation, and those of the result. A dim in ``...`` has its place as label.
+
+    Args:
+        ranks: the number of dims of each operand.
+    Raises: RuntimeError if there are more or fewer operands than terms.
+    """
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(ranks):

@@ -1,4 +1,4 @@
-"""Largest and smallest elements over dims of a global tensor, and where they are."""
+"""The largest and the smallest elements along dims of a global tensor, and their places."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def extreme(func: Any, input: Any, dim: Any = (), keepdim: bool = False) -> Glob
     if isinstance(dim, (tuple, list)) and not dim:
         _check_filled(input, func.__name__)
     dims = dims_of(input, dim)
-    if input.is_complex() and not input.numel():  # (which torch takes where the result is empty)
+    if input.is_complex() and not input.numel():  # torch takes complex numbers if the result is empty
         nonempty(input, dims, func.__name__)
         nothing: GlobalTensor = input.sum(dims, keepdim)
         return nothing
@@ -50,7 +50,7 @@ def _check_filled(x: GlobalTensor, name: str) -> None:
 @handles("max min", "torch Tensor")
 @by_name
 def max_or_min(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
-    """Of all elements, of those along a dim (and where they are), or of two tensors."""
+    """``max`` or ``min``: of all elements; along a dim, with the places; or element by element of two tensors."""
     name, other = func.__name__, dim if isinstance(dim, torch.Tensor) else other
     if other is not None:
         return torch.maximum(input, other) if name == "max" else torch.minimum(input, other)
@@ -65,7 +65,7 @@ def max_or_min(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *,
 @by_name
 def both_extremes(func: Any, input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
     dims = dims_of(input, dim)
-    if not input.numel() or input.is_complex():  # (for torch's error)
+    if not input.numel() or input.is_complex():  # torch refuses both
         torch.aminmax(torch.zeros([min(n, 1) for n in input.shape], dtype=input.dtype), dim=dim)
     found = (extreme_over(input, dims, keepdim, "amin"), extreme_over(input, dims, keepdim, "amax"))
     return torch.return_types.aminmax(found)
@@ -74,7 +74,7 @@ def both_extremes(func: Any, input: Any, *, dim: Any = None, keepdim: bool = Fal
 @handles("argmax argmin", "torch Tensor")
 @by_name
 def place_of_extreme(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    """The first place of the largest element, or of the smallest; of all elements, counted as in the flat tensor."""
+    """The place of the largest or smallest element along a dim, or in the flat tensor; the first of equal ones."""
     name = func.__name__.removeprefix("arg")
     if dim is None and input.dim() != 1:
         return _flat_place(input.detach(), keepdim, name)
@@ -82,11 +82,12 @@ def place_of_extreme(func: Any, input: Any, dim: Any = None, keepdim: bool = Fal
 
 
 def extreme_over(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: str, nan: str = "nan") -> GlobalTensor:
-    """The largest element, or the smallest. Its gradient goes to all that are equal to it, in equal shares.
+    """The largest or smallest element over dims. All elements equal to it get equal shares of its gradient.
 
     Args:
-        nan: what torch does where the result is nan. The gradient of ``amax`` is "nan"; that of ``max`` of all elements
-            goes to those that are nan, which are "equal"; that of a norm goes to "none".
+        name: "amax" or "amin".
+        nan: the gradient where the result is nan. "nan": it is nan, as of ``amax``. "equal": the elements that are nan
+            share it, as of ``max`` over all elements. "none": it is zero, as of a norm.
     """
     nonempty(x, dims, name)
     layout = x._layout
@@ -95,13 +96,13 @@ def extreme_over(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: st
         y: torch.Tensor = getattr(block, name)(dims, keepdim=True) if dims else getattr(block, name)()
         return y
 
-    alone = not split_along(layout, dims) and not (nan == "equal" and dims)
-    if alone or not (x.requires_grad and torch.is_grad_enabled()):
+    torch_differentiates = not split_along(layout, dims) and not (nan == "equal" and dims)
+    if torch_differentiates or not (x.requires_grad and torch.is_grad_enabled()):
         return in_two_steps(over, x, dims, keepdim, name)
     block, least, shape = block_of(x), (1,) * x.dim(), reduced_shape(layout, dims)
     with torch.no_grad():
-        part = gathered(local(over, shape, (block, least)), layout, dims, name, everywhere=True)
-        value = local(over, shape, (part, least))
+        of_blocks = gathered(local(over, shape, (block, least)), layout, dims, name, everywhere=True)
+        value = local(over, shape, (of_blocks, least))
         ties = (block == value) | (block.isnan() & value.isnan()) if nan == "equal" else block == value
         counts = gathered(ties.sum(dims, keepdim=True).to(block.dtype), layout, dims, name, everywhere=True)
         counts = counts.sum(dims, keepdim=True)
@@ -111,12 +112,12 @@ def extreme_over(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: st
     target = y._layout
     if not target.active:
         value = value.reshape(-1)[:0].reshape(target.local)
-    y = GlobalTensor._of(Instead.apply(y._block, value), target)
+    y = GlobalTensor._of(ValueOf.apply(y._block, value), target)
     return y if keepdim else without_dims(y, dims)
 
 
-class Instead(Function):
-    """A value that has the derivative of a product with its share. (The product itself is not exact, nor finite.)"""
+class ValueOf(Function):
+    """The given value, with the derivative of y. It takes the place of a y that is inexact, or not finite."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -132,7 +133,11 @@ class Instead(Function):
 
 
 def _with_index(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: str) -> tuple[GlobalTensor, GlobalTensor]:
-    """Extremes along a dim, and the first place of each."""
+    """The extremes along a dim, and the first place of each. Without dims, x itself and zeros.
+
+    Args:
+        name: "max" or "min".
+    """
     nonempty(x, dims, name)
     layout, block = x._layout, block_of(x)
     target = reduced_layout(layout, dims)
@@ -141,35 +146,42 @@ def _with_index(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: str
             block.detach().new_zeros(block.shape, dtype=torch.int64), layout
         )
     (dim,) = dims
-    least, shape = (1,) * x.dim(), reduced_shape(layout, dims)
-    values, indices = _pair(name, block, dim, shape, least)
+    shape = reduced_shape(layout, dims)
+    values, indices = _extreme_of_block(name, block, dim, shape)
     if split_along(layout, dims):
         if layout.active:
             indices = indices + layout.box[dim][0]
         values, indices = (gathered(one, layout, dims, name) for one in (values, indices))
-        values, places = _pair(name, values, dim, target.local, least)
+        values, places = _extreme_of_block(name, values, dim, target.local)
         indices = indices.gather(dim, places) if target.active and 0 not in target.local else places
     found = GlobalTensor._of(values, target), GlobalTensor._of(indices, target)
     return found if keepdim else (without_dims(found[0], dims), without_dims(found[1], dims))
 
 
-def _pair(
-    name: str, block: torch.Tensor, dim: int, shape: tuple[int, ...], least: tuple[int, ...]
+def _extreme_of_block(
+    name: str, block: torch.Tensor, dim: int, shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The extremes along a dim of a block, and their places in it. A block without cells gives zeros of a shape."""
     if block.numel():
         values, indices = getattr(block, name)(dim, keepdim=True)
         return values, indices
-    values = local(lambda one: getattr(one, name)(dim, keepdim=True)[0], shape, (block, least))
+    values = local(lambda one: getattr(one, name)(dim, keepdim=True)[0], shape, (block, (1,) * block.dim()))
     return values, torch.zeros(shape, dtype=torch.int64, device=block.device)
 
 
 def _flat_place(x: GlobalTensor, keepdim: bool, name: str) -> GlobalTensor:
+    """The place of the extreme of all elements in the flat tensor. Each worker finds that of its block.
+
+    Args:
+        name: "max" or "min".
+    Raises: IndexError without elements; torch's error for a dtype that it does not compare.
+    """
     dims = tuple(range(x.dim()))
     if not x.numel():
         raise IndexError(f"arg{name}(): Expected reduction dim to be specified for input.numel() == 0.")
     layout, block = x._layout, block_of(x)
     if x.dtype is torch.bool or x.is_complex() or x.dtype in RARE:
-        getattr(torch, "arg" + name)(torch.zeros(1, dtype=x.dtype))  # (for torch's error, on every worker)
+        getattr(torch, "arg" + name)(torch.zeros(1, dtype=x.dtype))  # raises torch's error on every worker
     target = reduced_layout(layout, dims)
     if not dims:
         return GlobalTensor._of(block.new_zeros(block.shape, dtype=torch.int64), layout)
@@ -180,8 +192,7 @@ def _flat_place(x: GlobalTensor, keepdim: bool, name: str) -> GlobalTensor:
         value = block.reshape(-1)[at].reshape(shape)
         own = torch.unravel_index(torch.tensor(at), block.shape)
         strides = [prod(layout.extents[dim + 1 :]) for dim in dims]
-        where = sum((start + int(i)) * n for (start, _), i, n in zip(layout.box, own, strides, strict=True))
-        flat += where
+        flat += sum((start + int(i)) * n for (start, _), i, n in zip(layout.box, own, strides, strict=True))
     if split_along(layout, dims):
         values, flats = (gathered(one, layout, dims, name) for one in (value, flat))
         if target.active:

@@ -1,4 +1,4 @@
-"""Functions of lists of tensors, which stock optimisers call: what the function of one tensor does, for each."""
+"""Functions of lists of tensors, ``torch._foreach_*``, which torch's optimisers and clipping call."""
 
 from __future__ import annotations
 
@@ -23,33 +23,40 @@ from distdl.partition.sharing import reduce_values
 from distdl.tensors.derivatives import NONE
 
 
-def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply ``torch._foreach_*`` to each tensor by itself, on blocks."""
+def elementwise_of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a function of lists that is element by element: to the blocks of all entries of like layouts at once.
+
+    The other entries follow one by one. Functions in place write nothing if they raise for a leaf.
+    """
     name = func.__name__
     args, kwargs = _by_position(args, kwargs)
-    first, count = args[0], _entries(args)
+    first, count = args[0], _length(args)
     writes = name.endswith("_")
-    if writes and any(type(one) is not GlobalTensor for one in first):  # (a factor of gradients, as of clipping)
+    if writes and any(type(one) is not GlobalTensor for one in first):
+        # clipping multiplies plain gradients, too, by a global factor
         args = tuple(one.full_tensor() if type(one) is GlobalTensor and not one.dim() else one for one in args)
-    if writes and torch.is_grad_enabled() and any(_is_leaf_with_gradient(one) for one in first):  # (before any is)
+    if writes and torch.is_grad_enabled() and any(_is_leaf_with_gradient(one) for one in first):
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    if count > 1:  # (a factor for all of them comes once)
+    if count > 1:  # gather a common factor once, not once for each entry
         args = tuple(one.full_tensor() if type(one) is GlobalTensor and _is_number(one) else one for one in args)
-    alike = _alike(args)
-    found = dict(zip(alike, _at_once(func, _of_places(args, alike), kwargs), strict=True)) if alike else {}
+    alike = _aligned_entries(args)
+    found = dict(zip(alike, _on_blocks(func, _entries(args, alike), kwargs), strict=True)) if alike else {}
     for place in range(count):
         if place not in found:
-            found[place] = _at_one_place(func, args, kwargs, place)
+            found[place] = _of_entry(func, args, kwargs, place)
     return first if writes else tuple(found[place] for place in range(count))
 
 
-def _of_places(args: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
-    """The arguments for some places of the lists; what is no list goes with every place."""
+def _entries(args: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
+    """The arguments with the entries of each list at some places. An argument that is no list stays as it is."""
     return tuple([one[place] for place in places] if isinstance(one, (tuple, list)) else one for one in args)
 
 
-def _alike(args: Sequence[Any]) -> list[int]:
-    """The places at which all tensors of the lists lie on the same workers. (Those of optimisers do at most.)"""
+def _aligned_entries(args: Sequence[Any]) -> list[int]:
+    """The places at which the entries of all lists are global tensors with dims, of one layout.
+
+    There are none if an argument beside the lists is a tensor that is no plain number.
+    """
     if any(isinstance(one, torch.Tensor) and not _is_number(one) for one in args):
         return []
     lists = [one for one in args if isinstance(one, (tuple, list)) and one and isinstance(one[0], torch.Tensor)]
@@ -62,31 +69,35 @@ def _alike(args: Sequence[Any]) -> list[int]:
     ]
 
 
-def _at_one_place(func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: int) -> Any:
-    """Apply a function to the entries at one place of the lists."""
+def _of_entry(func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: int) -> Any:
+    """Apply a function to the entries at one place of the lists.
+
+    Raises: TypeError if it would write a global tensor into a plain one that is no tensor of a model.
+    """
     name = func.__name__
     writes = name.endswith("_")
-    own = [one[place] if isinstance(one, (tuple, list)) else one for one in args]
-    whole = [one for one in own if type(one) is GlobalTensor]
-    if writes and type(own[0]) is GlobalTensor:
-        check_written(own[0], name)  # (torch sees it in some blocks alone: the others would be written)
-    elif writes and whole and is_of_model(own[0], whole[0]._context):  # (by a gradient made of activations)
-        own, whole = [entire(one) for one in own], []
-    if whole and writes and type(own[0]) is not GlobalTensor:
+    entries = [one[place] if isinstance(one, (tuple, list)) else one for one in args]
+    of_global = [one for one in entries if type(one) is GlobalTensor]
+    if writes and type(entries[0]) is GlobalTensor:
+        check_written(entries[0], name)  # torch would raise on some workers only, and the others would write
+    elif writes and of_global and is_of_model(entries[0], of_global[0]._context):
+        # the gradient of a plain parameter may be global, if it was computed from activations
+        entries, of_global = [entire(one) for one in entries], []
+    if of_global and writes and type(entries[0]) is not GlobalTensor:
         raise TypeError(
             f"{name} would write a global tensor into a plain one, which is the same on every worker; make that "
             "global before, by torch.zeros_like(x) of a global x or by distdl.distribute_tensor"
         )
     of_one = _of_one(func, tuple(isinstance(one, (tuple, list)) for one in args))
-    return elementwise(of_one, tuple(own), kwargs) if whole else of_one(*own, **kwargs)
+    return elementwise(of_one, tuple(entries), kwargs) if of_global else of_one(*entries, **kwargs)
 
 
 @cache
 def _of_one(func: Any, listed: tuple[bool, ...]) -> Callable[..., Any]:
-    """The function of one tensor that a function of lists is for each.
+    """The function of lists as a function of single tensors.
 
     Args:
-        listed: which arguments are entries of lists.
+        listed: for each argument, whether ``func`` takes a list there.
     """
 
     def of_one(*given: Any, **options: Any) -> Any:
@@ -99,13 +110,13 @@ def _of_one(func: Any, listed: tuple[bool, ...]) -> Callable[..., Any]:
 
 
 def _is_number(x: torch.Tensor) -> bool:
-    """Whether a tensor stands for a number that is not differentiated."""
+    """Whether a global or plain tensor has no dims, and is not differentiated."""
     recorded = x.requires_grad and torch.is_grad_enabled()
     return not x.dim() and not recorded and type(x) in (GlobalTensor, torch.Tensor)
 
 
-def _at_once(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[GlobalTensor]:
-    """Apply a function to the blocks of lists whose tensors lie alike at each place."""
+def _on_blocks(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[GlobalTensor]:
+    """Apply a function to the blocks of lists whose tensors have one layout at each place."""
     name = func.__name__
     writes = name.endswith("_")
     like = next(one for one in args if isinstance(one, list) and isinstance(one[0], torch.Tensor))
@@ -129,22 +140,22 @@ def _is_leaf_with_gradient(x: Any) -> bool:
 
 def _norm(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
     if isinstance(ord, bool):
-        torch._foreach_norm([torch.zeros(1)], ord)  # (for torch's error)
+        torch._foreach_norm([torch.zeros(1)], ord)  # raises torch's error
     return torch.linalg.vector_norm(x, ord, dtype=dtype)
 
 
 @handles("_foreach_norm", "torch")
 @by_name
 def norms(func: Any, self: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> Any:
-    """The norms of a list: as clipping takes them of gradients, those of all blocks come together as one message."""
-    counted = isinstance(ord, (int, float)) and type(ord) is not bool and ord > 0 and dtype is None
-    if counted and len(self) > 1 and _are_alike(self):
-        return _norms_of(self, float(ord))
-    return by_itself(func, (self, ord, dtype), {})
+    """The norms of a list. Those of gradients, as clipping takes them, need one message for the whole list."""
+    is_positive = isinstance(ord, (int, float)) and type(ord) is not bool and ord > 0
+    if is_positive and dtype is None and len(self) > 1 and _have_one_kind(self):
+        return _norms_in_one_message(self, float(ord))
+    return reduce_each(func, (self, ord, dtype), {})
 
 
-def _are_alike(tensors: Sequence[Any]) -> bool:
-    """Whether tensors are global over one world, have cells, and are of one kind; and none is differentiated."""
+def _have_one_kind(tensors: Sequence[Any]) -> bool:
+    """Whether all are global tensors of one world, dtype and device, none empty, none of integers or differentiated."""
     first = tensors[0]
     return all(
         type(one) is GlobalTensor
@@ -157,32 +168,32 @@ def _are_alike(tensors: Sequence[Any]) -> bool:
     )
 
 
-def _norms_of(tensors: Sequence[GlobalTensor], p: float) -> tuple[GlobalTensor, ...]:
-    """Their norms, as norms of the norms of all blocks."""
+def _norms_in_one_message(tensors: Sequence[GlobalTensor], p: float) -> tuple[GlobalTensor, ...]:
+    """The p-norm of each tensor, as the p-norm of those of its blocks, for p > 0."""
     context, dtype = tensors[0]._context, tensors[0].dtype.to_real()
     blocks = [block_of(one) for one in tensors]
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-    filled = [block for block in blocks if block.numel()]  # (there is no largest cell of none)
+    filled = [block for block in blocks if block.numel()]  # torch refuses the maximum norm of an empty block
     found = iter(torch._foreach_norm(filled, p, wide) if filled else ())
-    nothing = torch.zeros((), dtype=wide or dtype, device=blocks[0].device)
-    parts = torch.stack([next(found) if block.numel() else nothing for block in blocks])[None]
+    zero = torch.zeros((), dtype=wide or dtype, device=blocks[0].device)
+    of_blocks = torch.stack([next(found) if block.numel() else zero for block in blocks])[None]
 
     def make() -> KnownLayout:
         workers = context.world.workers.reshape(-1, 1)
         return context.layout(workers, [[(n, n + 1) for n in range(len(workers))], [(0, len(blocks))]])
 
     layout = context.keep(("norms", len(blocks)), make)
-    whole: Any = norm_over(GlobalTensor._of(parts, layout), p, 0)
-    return tuple(whole.to(dtype).unbind())
+    of_tensors: Any = norm_over(GlobalTensor._of(of_blocks, layout), p, 0)
+    return tuple(of_tensors.to(dtype).unbind())
 
 
-_BY_ITSELF: dict[str, Callable[..., Any]] = {"_foreach_norm": _norm, "_foreach_max": torch.amax}
+_REDUCTIONS: dict[str, Callable[..., Any]] = {"_foreach_norm": _norm, "_foreach_max": torch.amax}
 
 
-def by_itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same for functions that are not element by element."""
+def reduce_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a reduction to each tensor of a list."""
     args, kwargs = _by_position(args, kwargs)
-    of_one, count = _BY_ITSELF[func.__name__], _entries(args)
+    of_one, count = _REDUCTIONS[func.__name__], _length(args)
     each = [one if isinstance(one, (tuple, list)) else [one] * count for one in args]
     return tuple(of_one(*own, **kwargs) for own in zip(*each, strict=True))
 
@@ -194,19 +205,20 @@ _IN_ORDER = (
 
 
 def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments; all that may be lists are given by their positions."""
+    """The same arguments, with all that may be lists given by position, and a tensor of scalars made a list."""
     found = [*args, *(kwargs[name] for name in _IN_ORDER if name in kwargs)]
     if len(found) == 4 and isinstance(found[3], torch.Tensor) and found[3].dim() == 1:
+        # only addcmul and addcdiv have four: the last ones are their scalars
         if not found[3].is_contiguous():
             raise RuntimeError("Expected scalars to be contiguous.")
-        found[3] = entire(found[3]).tolist()  # (the scalars of addcmul and addcdiv)
+        found[3] = entire(found[3]).tolist()
     return tuple(found), {name: one for name, one in kwargs.items() if name not in _IN_ORDER}
 
 
-def _entries(args: tuple[Any, ...]) -> int:
-    """How many entries each list has.
+def _length(args: tuple[Any, ...]) -> int:
+    """The length of the lists.
 
-    Raises: RuntimeError if these are different numbers.
+    Raises: RuntimeError if their lengths differ.
     """
     counts = [len(one) for one in args if isinstance(one, (tuple, list))]
     for count in counts:
@@ -216,29 +228,29 @@ def _entries(args: tuple[Any, ...]) -> int:
 
 
 def published(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of ``torch.foreach``, which is made of these."""
+    """A public function of ``torch.foreach``: torch's code, which calls ``torch._foreach_*``."""
     return func.__wrapped__(*args, **kwargs)
 
 
 def _is_elementwise(name: str) -> bool:
-    """Whether a function of one tensor is: then that of lists is, too."""
+    """Whether torch's function of one tensor with this name is element by element."""
     found = [getattr(torch.Tensor, one, None) for one in (name, name.removesuffix("_"))]
     return any(TABLE.get(one) is elementwise for one in found)
 
 
 for _name in dir(torch):
-    if _name in _BY_ITSELF and getattr(torch, _name) not in TABLE:
-        TABLE[getattr(torch, _name)] = by_itself
+    if _name in _REDUCTIONS and getattr(torch, _name) not in TABLE:
+        TABLE[getattr(torch, _name)] = reduce_each
     elif _name.startswith("_foreach_") and _is_elementwise(_name.removeprefix("_foreach_")):
-        TABLE[getattr(torch, _name)] = of_each
-_published: Any = getattr(torch, "foreach", None)  # (since 2.15)
+        TABLE[getattr(torch, _name)] = elementwise_of_lists
+_published: Any = getattr(torch, "foreach", None)  # torch has it since 2.15
 for _name in () if _published is None else _published.__all__:
     TABLE[getattr(_published, _name)] = published
 
 
 @handles("_amp_foreach_non_finite_check_and_unscale_", "torch")
-def unscaled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Multiply gradients by a number, and take note on every worker if any of them is not finite. Collective."""
+def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Multiply gradients by a number, and set ``found_inf`` on every worker if any value is not finite. Collective."""
     tensors, found_inf, by = args
     func([block_of(one) if type(one) is GlobalTensor else one for one in tensors], found_inf, by)
     for context in dict.fromkeys(one._context for one in tensors if type(one) is GlobalTensor):
@@ -251,13 +263,13 @@ _LISTS_LIKE_PARAMETERS = {"_fused_sgd_": 3, "_fused_adagrad_": 3, "_fused_adam_"
 
 @handles(" ".join(_LISTS_LIKE_PARAMETERS), "torch")
 def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The step of an optimiser with ``fused=True``, element by element: on blocks, which it all writes in place.
+    """The step of an optimiser with ``fused=True``: element by element, on blocks, in place.
 
-    The first lists (parameters, gradients, moments) have tensors of equal shapes, which come to the parameter's layout;
-    then come lists of numbers of steps. Torch's kernels read memory without asking for shapes or strides.
+    The first lists are parameters, gradients and moments; the others are the numbers of steps. Gradients and moments
+    are redistributed to the layout of their parameter, and made contiguous, because torch's kernels check no strides.
 
-    Raises: TypeError if a global parameter has a plain gradient or moment, or the other way round; RuntimeError if
-        shapes differ, or if a parameter requires a gradient and grad mode is on.
+    Raises: TypeError if one of a parameter, its gradient and its moments is global and another plain; RuntimeError if
+        their shapes differ, or if one of them requires a gradient and grad mode is on.
     """
     name = func.__name__
     like = args[: _LISTS_LIKE_PARAMETERS[name]]
@@ -265,15 +277,16 @@ def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     written: list[tuple[GlobalTensor, torch.Tensor, GlobalTensor]] = []
     for place, x in enumerate(args[0]):
         for order, (tensors, blocks) in enumerate(zip(like, given, strict=True)):
-            if not tensors:  # (moments that this optimiser does not keep)
+            if not tensors:  # the optimiser keeps no such moments
                 continue
             one = tensors[place]
-            if order == 1 and type(x) is not GlobalTensor:  # (a gradient may have been made of activations)
+            if order == 1 and type(x) is not GlobalTensor:
+                # the gradient of a plain parameter may be global, if it was computed from activations
                 one = blocks[place] = entire(one)
             _check_fused(name, x, one)
             if type(one) is GlobalTensor:
                 blocks[place] = moved(one, x._layout, name).contiguous()
-                if order != 1 or kwargs.get("grad_scale") is not None:  # (gradients are written if they are unscaled)
+                if order != 1 or kwargs.get("grad_scale") is not None:  # torch unscales gradients in place
                     written.append((one, blocks[place], x))
     steps = [[entire(one) for one in tensors] for tensors in args[len(like) :]]
     func(*given, *steps, **{key: entire(one) for key, one in kwargs.items()})
@@ -299,5 +312,5 @@ def _check_fused(name: str, x: Any, one: Any) -> None:
 
 
 for _types in (_STEPPED, _CLIPPED):
-    if GlobalTensor not in _types:  # (so clipping takes lists where nobody says otherwise, and optimisers on a GPU do)
+    if GlobalTensor not in _types:  # by default, clipping and optimisers on a GPU pass lists of these types only
         _types.append(GlobalTensor)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distdl.globals.functions.extremes import Instead
+from distdl.globals.functions.extremes import ValueOf
 from distdl.globals.functions.shapes import reshaped
 from distdl.globals.functions.slicing import part
 from distdl.globals.moving.alignment import aligned
@@ -76,7 +76,7 @@ def _shared(x: GlobalTensor, value: Any) -> GlobalTensor:
     ties = (known == value) | (known.isnan() & value.isnan())
     y: Any = (x * (ties.to(x.dtype) / ties.sum())).sum()
     target, (block, other) = aligned(x._context, (y, value), 0, "median")
-    return GlobalTensor._of(Instead.apply(block, other), target)
+    return GlobalTensor._of(ValueOf.apply(block, other), target)
 
 
 def median(func: Any, x: GlobalTensor) -> GlobalTensor:
