@@ -1,4 +1,4 @@
-"""Gather, scatter and their kin: each along a dim, which is whole meanwhile."""
+"""Functions that read or write at indices along a dim: gather, scatter, index_select, index_add. The dim is whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from distdl.globals.functions.shapes import expanded, whole_along
 from distdl.globals.functions.slicing import picked
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import entire, moved, moved_blocks, taken
+from distdl.globals.moving.alignment import entire, part_of
 from distdl.globals.moving.writes_into_plain import split_beside, write
 from distdl.globals.rules.meta_checks import check_range, judge_dtype, judged, shape_of
 from distdl.globals.tensor.entering import entered
@@ -22,10 +22,11 @@ from distdl.globals.views.aliasing import note_written, write_back
 from distdl.tensors.connection import refuses, zeros_on
 
 
-def of_global(handler: Callable[..., Any]) -> Handler:
-    """A handler that gets the function and its arguments one by one, the first of which is global.
+def with_global_input(handler: Callable[..., Any]) -> Handler:
+    """Make a handler of one that takes the function and its arguments by name, with a global tensor first.
 
-    A plain one becomes global beside the others: under all of its names, where the function writes into it.
+    If the first argument is plain, it is split beside the others; if the function writes into it, it becomes global
+    itself.
     """
 
     @by_name
@@ -55,10 +56,12 @@ def index_select(func: Any, input: Any, dim: int, index: Any) -> Any:
     return picked(input, cells)
 
 
-def _along(layout: KnownLayout, dim: int, shape: Sequence[int]) -> KnownLayout:
-    """Where the lines of a tensor have to be beside those of another, which is whole along the dim.
+def _beside(layout: KnownLayout, dim: int, shape: Sequence[int]) -> KnownLayout:
+    """The layout of a tensor whose lines along a dim lie beside those of another tensor.
 
-    Along the dim it may have any extent; along others, it may have fewer cells: the first ones.
+    Args:
+        layout: that of the other tensor, whole along the dim.
+        shape: of the tensor: any extent along the dim, and along the others at most that of the other tensor.
     """
     context, shape = layout.context, tuple(shape)
 
@@ -72,25 +75,8 @@ def _along(layout: KnownLayout, dim: int, shape: Sequence[int]) -> KnownLayout:
     return context.keep(("along", layout, dim, shape), make)
 
 
-def brought(value: Any, needed: KnownLayout, name: str) -> torch.Tensor:
-    """This worker's box of a tensor, split or the same everywhere."""
-    if type(value) is GlobalTensor:
-        return moved(value, needed, name)
-    if not needed.active:
-        return zeros_on(entered(value, needed.context), needed.local)
-    return taken(value, needed)
-
-
-def brought_together(values: Sequence[Any], needs: Sequence[KnownLayout], name: str) -> list[torch.Tensor]:
-    """The same of several tensors of one dim or more. What moves is under way at the same time."""
-    split = [place for place, one in enumerate(values) if type(one) is GlobalTensor]
-    blocks = moved_blocks([(block_of(values[at]), values[at]._layout, needs[at]) for at in split], name)
-    found = dict(zip(split, blocks, strict=True))
-    return [found[at] if at in found else brought(values[at], need, name) for at, need in enumerate(needs)]
-
-
 def _first_cells(x: Any, shape: Sequence[int]) -> Any:
-    """The first cells along each dim, as many as a shape says."""
+    """The corner of x that has the given shape."""
     if tuple(x.shape) == tuple(shape):
         return x
     return x[tuple(slice(0, n) for n in shape)]
@@ -115,15 +101,15 @@ def gather(func: Any, input: Any, dim: int, index: Any, *, sparse_grad: bool = F
     input = _first_cells(input, shape)
     if type(input) is GlobalTensor:
         input = whole_along(input, [dim], "gather")
-        needed = _along(input._layout, dim, index.shape)
-        return GlobalTensor._of(block_of(input).gather(dim, brought(index, needed, "gather")), needed)
+        needed = _beside(input._layout, dim, index.shape)
+        return GlobalTensor._of(block_of(input).gather(dim, part_of(index, needed, "gather")), needed)
     index = whole_along(index, [dim], "gather")
-    lines = brought(input, _along(index._layout, dim, shape), "gather")
+    lines = part_of(input, _beside(index._layout, dim, shape), "gather")
     return GlobalTensor._of(lines.gather(dim, block_of(index)), index._layout)
 
 
 def _line(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """A tensor of the host of which torch says the same as of another, if an index is beyond that along a dim."""
+    """One line of x along a dim, on the host, without its values: torch refuses the same indices for it."""
     return torch.empty([x.shape[dim] if one == dim % x.dim() else 1 for one in range(x.dim())], device="cpu")
 
 
@@ -136,18 +122,18 @@ def take_along_dim(func: Any, input: Any, indices: Any, dim: int | None = None) 
     dim %= input.dim()
     if not input.shape[dim] and indices.numel():
         _line(input, dim).take_along_dim(torch.zeros([1] * input.dim(), dtype=torch.int64, device="cpu"), dim)
-    indices = indices.remainder(input.shape[dim])  # (so torch lets them count from the end, and any number be one)
+    indices = indices.remainder(input.shape[dim])  # torch takes any number here; negative ones count from the end
     shape = list(torch.broadcast_shapes(*((*t.shape[:dim], 1, *t.shape[dim + 1 :]) for t in (input, indices))))
     full = [expanded(t, (*shape[:dim], t.shape[dim], *shape[dim + 1 :])) for t in (input, indices)]
     return torch.gather(full[0], dim, full[1])
 
 
 @handles("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_", "torch Tensor")
-@of_global
+@with_global_input
 def scatter(
     func: Any, input: Any, dim: int, index: Any, src: Any = None, *rest: Any, value: Any = None, **more: Any
 ) -> Any:
-    """Write along a dim, which is whole meanwhile."""
+    """Write, add or reduce single cells at indices along a dim. Index and source come to the lines of the input."""
     if src is None:
         src = value.item() if isinstance(value, torch.Tensor) else value
     if not input.dim():
@@ -155,40 +141,36 @@ def scatter(
     name = func.__name__.removesuffix("_")
     judged(getattr(torch.Tensor, name), (input, dim, index, src, *rest), more)
     if isinstance(src, torch.Tensor):
-        src = src.reshape(src.shape or (1,))  # (one number for one place)
+        src = src.reshape(src.shape or (1,))  # torch takes a number for one index
     y = whole_along(input, [dim % input.dim()], name)
-    lines = _along(y._layout, dim % input.dim(), index.shape)
-    there = brought(index, lines, name)
-    given = brought(_first_cells(src, index.shape), lines, name) if isinstance(src, torch.Tensor) else src
+    shape = index.shape
+    needed = _beside(y._layout, dim % input.dim(), shape)
+    index = part_of(index, needed, name)
+    source = part_of(_first_cells(src, shape), needed, name) if isinstance(src, torch.Tensor) else src
     in_place = func.__name__ != name
     block = block_of(y)
-    refuses(lambda cell: _scattered(name, cell, dim, given, *rest, **more), block, [1] * input.dim())
+
+    def to_one_cell(cell: torch.Tensor) -> Any:
+        value = torch.zeros_like(cell, dtype=source.dtype) if isinstance(source, torch.Tensor) else source
+        return getattr(cell, name)(dim, torch.zeros_like(cell, dtype=torch.int64), value, *rest, **more)
+
+    refuses(to_one_cell, block, [1] * input.dim())
     if in_place and y is input:
-        getattr(block, func.__name__)(dim, there, given, *rest, **more)
+        getattr(block, func.__name__)(dim, index, source, *rest, **more)
         note_written(input, func.__name__)
         return input
-    block = getattr(torch.Tensor, name)(block, dim, there, given, *rest, **more)
-    z = GlobalTensor._of(block, y._layout)
+    z = GlobalTensor._of(getattr(block, name)(dim, index, source, *rest, **more), y._layout)
     return write_back(input, z, func.__name__) if in_place else z
-
-
-def _scattered(name: str, cell: torch.Tensor, dim: int, given: Any, *rest: Any, **more: Any) -> torch.Tensor:
-    """A tensor of one cell, into which another of the dtype of what is given is scattered."""
-    source = torch.zeros_like(cell, dtype=given.dtype) if isinstance(given, torch.Tensor) else given
-    y: torch.Tensor = getattr(torch.Tensor, name)(
-        cell, dim, torch.zeros_like(cell, dtype=torch.int64), source, *rest, **more
-    )
-    return y
 
 
 @handles(
     "index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_reduce index_reduce_", "torch Tensor"
 )
-@of_global
+@with_global_input
 def index_add(
     func: Any, input: Any, dim: int, index: Any, source: Any = None, *reduce: Any, value: Any = None, **more: Any
 ) -> Any:
-    """Write slices across a dim, which is whole meanwhile."""
+    """Add, copy, fill or reduce slices at indices along a dim. The index is gathered; the source comes to the input."""
     if not input.dim():
         return NotImplemented
     source = value if source is None else source
@@ -199,30 +181,33 @@ def index_add(
         _check_slices(input, dim, source)
     index, dim = entire(index), dim % input.dim()
     if func.__name__.startswith("index_fill"):
-        return _filled(func, input, dim, index, source)
+        return _fill_slices(func, input, dim, index, source)
     name = func.__name__.removesuffix("_")
     y = whole_along(input, [dim], name)
-    source = brought(source, _along(y._layout, dim, source.shape), name)
+    source = part_of(source, _beside(y._layout, dim, source.shape), name)
     block = block_of(y)
 
-    def added(cell: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = getattr(torch.Tensor, name)(cell, dim, index, source, *reduce, **more)
+    def add(block: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = getattr(block, name)(dim, index, source, *reduce, **more)
         return found
 
-    if func.__name__ == "index_reduce_" and torch.is_grad_enabled():  # (whose derivative needs the old values)
-        block = block.clone()
+    if func.__name__ == "index_reduce_" and torch.is_grad_enabled():
+        block = block.clone()  # the derivative needs the old values
     if block.numel():
-        block = added(block, index, source)
-    else:  # on one cell, so that a wrong dtype is an error here, too
+        block = add(block, index, source)
+    else:  # compute with one cell, so that this worker raises the same error for a wrong dtype
         first = torch.zeros(1, dtype=torch.int64, device=block.device)
         least = [1] * input.dim()
-        block = zeros_on(added(zeros_on(block, least), first, zeros_on(source, least)), block.shape)
+        block = zeros_on(add(zeros_on(block, least), first, zeros_on(source, least)), block.shape)
     z = GlobalTensor._of(block, y._layout)
     return z if func.__name__ == name else write_back(input, z, func.__name__)
 
 
 def _check_slices(x: Any, dim: int, source: Any) -> None:
-    """Check that slices have the shape of those across a dim of a tensor. (Without memory, torch does not see it.)"""
+    """Check that source and x have the same shape but for the dim, which torch does not check on meta tensors.
+
+    Raises: RuntimeError, with torch's text.
+    """
     shapes = [[n for one, n in enumerate(y.shape) if one != dim % x.dim()] for y in (x, source)]
     if not source.dim() or shapes[0] != shapes[1]:
         raise RuntimeError(
@@ -231,8 +216,8 @@ def _check_slices(x: Any, dim: int, source: Any) -> None:
         )
 
 
-def _filled(func: Callable[..., Any], x: GlobalTensor, dim: int, index: torch.Tensor, value: Any) -> Any:
-    """One value for slices across a dim, which stay where they are."""
+def _fill_slices(func: Callable[..., Any], x: GlobalTensor, dim: int, index: torch.Tensor, value: Any) -> Any:
+    """Put one value into the slices at an index along a dim. Nothing moves."""
     n = x.shape[dim]
     mask = torch.zeros(n, dtype=torch.bool, device=x.device)
     mask[index] = True

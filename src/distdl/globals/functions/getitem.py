@@ -5,17 +5,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from distdl.globals.functions.gather_scatter import brought, of_global
+from distdl.globals.functions.gather_scatter import with_global_input
 from distdl.globals.functions.masks import check_mask, check_value, chosen_by, is_number, written_by
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.functions.slicing import check_cells, part, picked, together
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import entire
+from distdl.globals.moving.alignment import entire, part_of
 from distdl.globals.moving.writes_into_plain import split_beside, write
 from distdl.globals.rules.fallback import fall_back
 from distdl.globals.rules.meta_checks import check_range
@@ -30,34 +30,38 @@ _INDICES = frozenset([torch.int64, torch.int32, torch.uint8, torch.bool])
 _MASKS = (torch.bool, torch.uint8)
 
 
-def _normal(index: Any) -> tuple[Any, ...]:
-    """An index as a tuple, with numbers as Python's, and lists and arrays as tensors."""
-    items = index if isinstance(index, tuple) or (type(index) is list and _is_of_steps(index)) else (index,)
-    return tuple(map(_item, items))
+def _as_tuple(index: Any) -> tuple[Any, ...]:
+    """A subscript as a tuple of Python numbers, slices, None, ``...`` and tensors. Its items are called *steps*.
+
+    Raises: IndexError, with torch's text, for an item that is no index.
+    """
+    items = index if isinstance(index, tuple) or (type(index) is list and _stands_for_tuple(index)) else (index,)
+    return tuple(map(_step, items))
 
 
-def _is_of_steps(index: list[Any]) -> bool:
-    """Whether torch takes a list for a tuple: ``x[[slice(1, -1), slice(None)]]``."""
+def _stands_for_tuple(index: list[Any]) -> bool:
+    """Whether torch takes a list for a tuple, as in ``x[[slice(1, -1), slice(None)]]``."""
     return len(index) < 32 and any(
         one is None or one is Ellipsis or isinstance(one, (slice, torch.Tensor, list, tuple)) for one in index
     )
 
 
-def _item(step: Any) -> Any:
+def _step(step: Any) -> Any:
+    """An item of a subscript as a number, a slice, None, ``...``, a bool, or a tensor that has dims or is a mask."""
     if step is None or step is Ellipsis or type(step) is int or isinstance(step, bool):
         return step
     if isinstance(step, slice):
         return slice(*(None if one is None else operator.index(one) for one in (step.start, step.stop, step.step)))
     if isinstance(step, (list, tuple, range, np.ndarray)):
         found = torch.as_tensor(np.asarray(step) if isinstance(step, np.ndarray) else list(step))
-        return found.long() if found.is_floating_point() else found  # (as an empty list)
+        return found.long() if found.is_floating_point() else found  # torch makes float32 of an empty list
     if isinstance(step, torch.Tensor):
         dtype = step.dtype
-        whole = not (dtype in _MASKS or dtype.is_floating_point or dtype.is_complex)
-        if not step.dim() and whole:  # (a number, as in torch: beside other tensors, it is none of them)
+        is_integer = not (dtype in _MASKS or dtype.is_floating_point or dtype.is_complex)
+        if not step.dim() and is_integer:  # torch takes it for a number, also beside index tensors
             imagined = type(step) is GlobalTensor and step._context.comm.imagined
             return 0 if imagined else int(step)
-        if dtype not in _INDICES:  # (which torch sees only where there are cells)
+        if dtype not in _INDICES:  # torch checks this only where there are cells
             raise IndexError("tensors used as indices must be long, int, byte or bool tensors")
         return step
     if not isinstance(step, str) and not hasattr(step, "__index__"):
@@ -72,24 +76,13 @@ def _is_basic(step: Any) -> bool:
     return step is None or step is Ellipsis or isinstance(step, slice) or type(step) is int
 
 
-class _Chosen(NamedTuple):
-    """An index of tensors: the basic part is taken first.
+def _in_two(index: tuple[Any, ...], shape: Sequence[int]) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
+    """Split a subscript with tensors, for a tensor of a shape, into two, one after the other.
 
-    Attributes:
-        basic: its numbers, slices and None.
-        cells: behind it, for each dim an index tensor, or None.
-    """
+    A bool, or a mask without dims, makes a new dim, and picks one row of it or none.
 
-    basic: tuple[Any, ...]
-    cells: list[torch.Tensor | None]
-
-
-def _chosen(index: tuple[Any, ...], shape: Sequence[int]) -> _Chosen:
-    """An index that has tensors, in two steps. A bool, or a mask without dims, picks one row or none of a new dim.
-
-    Args:
-        shape: of what the index is for.
-    Raises: IndexError if a mask has not the extents of the dims that it covers.
+    Returns: numbers, slices and None; then for each dim that these leave an index tensor, gathered, or None.
+    Raises: IndexError if the extents of a mask differ from those of the dims that it covers.
     """
     index = tuple(torch.tensor(step) if isinstance(step, bool) else step for step in index)
     dims = len(shape)
@@ -110,33 +103,23 @@ def _chosen(index: tuple[Any, ...], shape: Sequence[int]) -> _Chosen:
         if _is_mask(step):
             check_mask(shape, step, dim)
         dim += step.dim() if _is_mask(step) else 1
-        whole = entire(step)
-        found = list(whole.nonzero(as_tuple=True)) if _is_mask(whole) else [whole]
-        basic.extend([slice(None)] * len(found) if whole.dim() or not _is_mask(whole) else [None])
+        plain = entire(step)
+        found = list(plain.nonzero(as_tuple=True)) if _is_mask(plain) else [plain]
+        basic.extend([slice(None)] * len(found) if plain.dim() or not _is_mask(plain) else [None])
         cells.extend(found)
-    return _Chosen(tuple(basic), cells)
+    return tuple(basic), cells
 
 
 def _is_mask(step: Any) -> bool:
     return isinstance(step, torch.Tensor) and step.dtype in _MASKS
 
 
-class _Masked(NamedTuple):
-    """An index of one split mask, and else of numbers, slices and None, which are taken first.
+def _at_mask(index: tuple[Any, ...], x: GlobalTensor) -> tuple[tuple[Any, ...], GlobalTensor, int] | None:
+    """Split a subscript of x whose only tensor is a global mask with dims.
 
-    Attributes:
-        basic: these; in the place of the mask, its dims whole.
-        mask: the mask.
-        at: how many dims are in front of it, behind the basic index.
+    Returns: the rest, with full slices in place of the mask; the mask; the dim at which it begins, of those that the
+        rest leaves. None for other subscripts, and in a rehearsal.
     """
-
-    basic: tuple[Any, ...]
-    mask: GlobalTensor
-    at: int
-
-
-def _masked(index: tuple[Any, ...], x: GlobalTensor) -> _Masked | None:
-    """An index that has one split mask; None for another one."""
     masks = [step for step in index if type(step) is GlobalTensor and _is_mask(step)]
     if len(masks) != 1 or not masks[0].dim() or x._context.comm.imagined:
         return None
@@ -152,41 +135,49 @@ def _masked(index: tuple[Any, ...], x: GlobalTensor) -> _Masked | None:
         wide = dims if step is mask else x.dim() - used if step is Ellipsis else 0
         basic.extend([slice(None)] * wide if wide or step is Ellipsis else [step])
     truths: Any = mask.bool()
-    return _Masked(tuple(basic), truths, at)
+    return tuple(basic), truths, at
 
 
 @handles("__getitem__", "Tensor")
 def get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A part of a tensor. Behind an index tensor, the dims that it picks from are whole."""
+    """``x[index]``: a view for numbers, slices and None; for tensors, a copy.
+
+    A global mask moves nothing but x and itself to the same rows. Index tensors are gathered, and the dims that they
+    index are whole, but into a plain x each worker looks up its own indices.
+    """
     x, given = args
-    index = _normal(given)
+    index = _as_tuple(given)
     if type(x) is not GlobalTensor:
         split = [step for step in index if type(step) is GlobalTensor]
-        if not split:  # (but a number)
+        if not split:  # the only global tensor was a number
             return x[index]
         if not any(map(_is_mask, split)):
-            return _looked_up(func, x, index)
+            return _look_up(func, x, index)
         x = split_beside(x, split)
     if all(map(_is_basic, index)):
         return part(x, index)
-    masked = _masked(index, x)
+    masked = _at_mask(index, x)
     if masked is not None:
-        return chosen_by(part(x, masked.basic), masked.mask, masked.at)
-    chosen = _chosen(index, x.shape)
-    return picked(part(x, chosen.basic), chosen.cells)
+        rest, mask, at = masked
+        return chosen_by(part(x, rest), mask, at)
+    first, cells = _in_two(index, x.shape)
+    return picked(part(x, first), cells)
 
 
-def _looked_up(func: Callable[..., Any], x: torch.Tensor, index: tuple[Any, ...]) -> Any:
-    """Rows of a tensor that is the same everywhere, at indices that are split; numbers, slices and None come first."""
+def _look_up(func: Callable[..., Any], x: torch.Tensor, index: tuple[Any, ...]) -> Any:
+    """``x[index]`` of a plain x, where an index tensor is global: each worker looks up its own indices.
+
+    Several index tensors fall back, unless they follow each other. Then they become one index into their dims, merged.
+    """
     first = next(place for place, step in enumerate(index) if not _is_basic(step))
     tensors = [step for step in index if not _is_basic(step)]
     masks = any(_is_mask(step) or isinstance(step, bool) for step in tensors)
     adjacent = all(step is one for step, one in zip(index[first:], tensors, strict=False))
     if len(tensors) > 1 and adjacent and not masks:
-        return get(func, _as_one(x, index, first, tensors), {})
+        return get(func, _merge(x, index, first, tensors), {})
     if len(tensors) != 1 or type(tensors[0]) is not GlobalTensor:
         return fall_back(func, (x, index), {})
-    basic, dim = _around(index, first, x.dim())
+    basic, dim = _without(index, first, x.dim())
     table = x[basic].movedim(dim, 0) if len(index) > 1 else x
     cells = tensors[0]
     layout, context = cells._layout, cells._context
@@ -201,31 +192,36 @@ def _looked_up(func: Callable[..., Any], x: torch.Tensor, index: tuple[Any, ...]
     return y.movedim(list(range(cells.dim())), list(range(dim, dim + cells.dim()))) if dim else y
 
 
-def _as_one(
+def _merge(
     x: torch.Tensor, index: tuple[Any, ...], first: int, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Any]:
-    """Several index tensors behind each other, as one: of their dims together. They may be the same tensor.
+    """Merge index tensors that follow each other into one, and the dims of x that they index into one dim.
 
     Args:
-        first: the place of the first of them.
-    Raises: IndexError, as torch does.
+        first: the place of the first of them in the index.
+    Returns: x with that dim, and the index with that tensor.
+    Raises: IndexError if they do not broadcast to each other, or reach beyond x.
     """
-    together(tensors)  # (for torch's error, alike on every worker)
+    together(tensors)  # raises torch's error on every worker
     others = tuple(step if _is_basic(step) else slice(None) for step in index)
-    _, at = _around(index, first, x.dim())
+    _, at = _without(index, first, x.dim())
     table = x[others]
     shape = table.shape[at : at + len(tensors)]
     cells: Any = 0
     for n, one in zip(shape, tensors, strict=True):
-        # (of the index tensors as one, torch could not tell)
+        # the merged index would hide an index that is out of range
         check_range(own_of(one), -n, n, partial(operator.getitem, torch.empty(n, device="cpu")))
-        one = one.to(x.device) if one.device.type == "cpu" else one  # (torch takes some of the host beside others)
+        one = one.to(x.device) if one.device.type == "cpu" else one  # torch takes indices on the host, too
         cells = cells * n + one.long() % max(n, 1)
     return table.flatten(at, at + len(tensors) - 1), (*[slice(None)] * at, cells)
 
 
-def _around(index: tuple[Any, ...], place: int, dims: int) -> tuple[tuple[Any, ...], int]:
-    """An index without the tensor at a place: there, a dim stays whole. And which dim of the result that is."""
+def _without(index: tuple[Any, ...], place: int, dims: int) -> tuple[tuple[Any, ...], int]:
+    """An index with a full slice in place of the tensor at a place, and the dim of the result that the slice leaves.
+
+    Args:
+        dims: those of the tensor that the index is for.
+    """
     used = sum(step is not None and step is not Ellipsis for step in index)
     basic: list[Any] = []
     at = 0
@@ -238,12 +234,12 @@ def _around(index: tuple[Any, ...], place: int, dims: int) -> tuple[tuple[Any, .
 
 @handles("__setitem__", "Tensor")
 def put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Write into a part of a tensor, in place; a value comes to where the cells are."""
+    """``x[index] = value``, in place. The value comes to the workers that hold the cells."""
     x, given, value = args
     if type(x) is not GlobalTensor:
         write(func, args, kwargs, x, (given, value), "an assignment")
         return
-    index = _normal(given)
+    index = _as_tuple(given)
     if all(map(_is_basic, index)):
         _write(part(x, index), value)
     else:
@@ -252,57 +248,40 @@ def put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _write_at(x: GlobalTensor, index: tuple[Any, ...], value: Any) -> None:
-    """Write at index tensors, or at a mask."""
-    masked = _masked(index, x)
-    if masked is not None and (is_number(value) or not masked.at):
-        y = part(x, masked.basic)
-        dims = masked.mask.dim()
-        if masked.at:
-            y = y.movedim([masked.at + dim for dim in range(dims)], list(range(dims)))
-        write_back(y, written_by(y, masked.mask, value), "an assignment at a mask")
+    """Write into x at a subscript that has tensors."""
+    rest, mask, at = _at_mask(index, x) or ((), None, 0)
+    if mask is not None and (is_number(value) or not at):
+        y = part(x, rest)
+        if at:
+            y = y.movedim([at + dim for dim in range(mask.dim())], list(range(mask.dim())))
+        write_back(y, written_by(y, mask, value), "an assignment at a mask")
         return
-    chosen = _chosen(index, x.shape)
-    y = part(x, chosen.basic)
-    write_back(y, with_cells(y, chosen.cells, value, False), "an assignment at indices")
+    first, cells = _in_two(index, x.shape)
+    y = part(x, first)
+    write_back(y, with_cells(y, cells, value, False), "an assignment at indices")
 
 
 def with_cells(x: GlobalTensor, cells: Sequence[torch.Tensor | None], value: Any, accumulate: bool) -> GlobalTensor:
-    """x with other values at the cells that index tensors name, which are the same on every worker.
+    """A copy of x with a value put, or added, into the cells at index tensors.
 
-    Each worker writes those of the cells that it has. The values come to where they are written.
+    Each worker has all index tensors, and writes into the cells of its block.
+
+    Args:
+        cells: for each dim a plain index tensor, or None.
+        value: a number or tensor, which broadcasts to the shape that the index tensors pick.
+    Raises: IndexError for an index that is out of range; RuntimeError for a value of another shape.
     """
     dims = [dim for dim, one in enumerate(cells) if one is not None]
-    together(cells)  # (for torch's error)
+    together(cells)  # raises torch's error
     check_cells(x, dims, cells)
-    layout, context = x._layout, x._context
+    layout = x._layout
     tensors = torch.broadcast_tensors(*(cells[dim] for dim in dims))
-    count = tensors[0].numel()
-    adjacent = dims == list(range(dims[0], dims[-1] + 1))
-    before = [n for dim, n in enumerate(x.shape) if dim not in dims and dim < dims[0]] if adjacent else []
-    rest = [dim for dim in range(x.dim()) if dim not in dims]
-    shape = (*before, *tensors[0].shape, *(x.shape[dim] for dim in rest[len(before) :]))
-    if not isinstance(value, torch.Tensor):
-        value = torch.tensor(value, dtype=x.dtype, device=x.device)
-    value = value.to(x.dtype) if is_number(value) else value
-    check_value(x, value, shape)
-    while value.dim() > len(shape):
-        value = value.squeeze(0)
-    picked = list(range(len(before), len(before) + tensors[0].dim()))
-    rows = expanded(value, shape).movedim(picked, list(range(len(picked))))
-    rows = rows.reshape((count, *(x.shape[dim] for dim in rest)))
-
-    def make() -> KnownLayout:
-        workers = layout.partition.workers.transpose([*dims, *rest])
-        workers = workers.reshape((-1, *workers.shape[len(dims) :]))
-        along = [layout.intervals[dim] for dim in rest]
-        return context.layout(workers, [((0, count),) * workers.shape[0], *along])
-
-    needed = context.keep(("cells", layout, tuple(dims), count), make)
-    given = brought(rows, needed, "an assignment")
+    rows = _rows_of_value(x, dims, tensors[0].shape, value)
+    values = part_of(rows, _layout_of_rows(layout, tuple(dims), len(rows)), "an assignment")
     block = block_of(x)
-    if not block.numel() or any(one.is_meta for one in tensors):  # (in a rehearsal, where no index has values)
-        return GlobalTensor._of(saving(block + zeros_on(given, ()).to(block.dtype)), layout)
-    own = torch.ones(count, dtype=torch.bool)
+    if not block.numel() or any(one.is_meta for one in tensors):  # in a rehearsal, no index has values
+        return GlobalTensor._of(saving(block + zeros_on(values, ()).to(block.dtype)), layout)
+    own = torch.ones(len(rows), dtype=torch.bool)
     index: list[torch.Tensor] = []
     for dim, one in zip(dims, tensors, strict=True):
         start, stop = layout.box[dim]
@@ -310,30 +289,74 @@ def with_cells(x: GlobalTensor, cells: Sequence[torch.Tensor | None], value: Any
         own &= (flat >= 0) & (flat < stop - start)
         index.append(flat)
     found = block.movedim(dims, list(range(len(dims)))).index_put(
-        tuple(one[own] for one in index), given[own], accumulate
+        tuple(one[own] for one in index), values[own], accumulate
     )
     return GlobalTensor._of(found.movedim(list(range(len(dims))), dims), layout)
 
 
+def _rows_of_value(x: GlobalTensor, dims: Sequence[int], picked: torch.Size, value: Any) -> Any:
+    """What is written at index tensors, with one row for each index; the other dims of x follow.
+
+    Args:
+        dims: those that the index tensors index.
+        picked: the shape of the index tensors.
+        value: a number or tensor that broadcasts to the shape of ``x[index]``.
+    Raises: RuntimeError if it does not.
+    """
+    adjacent = dims == list(range(dims[0], dims[-1] + 1))
+    rest = [dim for dim in range(x.dim()) if dim not in dims]
+    at = len([dim for dim in rest if dim < dims[0]]) if adjacent else 0
+    others = tuple(x.shape[dim] for dim in rest)
+    shape = (*others[:at], *picked, *others[at:])
+    if not isinstance(value, torch.Tensor):
+        value = torch.tensor(value, dtype=x.dtype, device=x.device)
+    value = value.to(x.dtype) if is_number(value) else value
+    check_value(x, value, shape)
+    while value.dim() > len(shape):
+        value = value.squeeze(0)
+    rows = expanded(value, shape).movedim(list(range(at, at + len(picked))), list(range(len(picked))))
+    return rows.reshape((picked.numel(), *others))
+
+
+def _layout_of_rows(layout: KnownLayout, dims: tuple[int, ...], count: int) -> KnownLayout:
+    """The layout of rows that are written at index tensors: each worker needs all rows, beside its block of x.
+
+    Args:
+        layout: that of x.
+        dims: those that the index tensors index.
+        count: the number of rows.
+    """
+
+    def make() -> KnownLayout:
+        rest = [dim for dim in range(len(layout.extents)) if dim not in dims]
+        workers = layout.partition.workers.transpose([*dims, *rest])
+        workers = workers.reshape((-1, *workers.shape[len(dims) :]))
+        along = [layout.intervals[dim] for dim in rest]
+        return layout.context.layout(workers, [((0, count),) * workers.shape[0], *along])
+
+    return layout.context.keep(("cells", layout, dims, count), make)
+
+
 @handles("index_put index_put_ _index_put_impl_", "torch Tensor")
-@of_global
+@with_global_input
 def index_put(func: Any, input: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> Any:
-    """Write, or add, at index tensors."""
-    index = _normal(tuple(slice(None) if one is None else one for one in indices))
-    # (a number takes no dim away here, other than in a subscript)
+    """Write, or add, at index tensors or masks; None stands for a whole dim."""
+    index = _as_tuple(tuple(slice(None) if one is None else one for one in indices))
+    # other than in a subscript, a number stays an index tensor, and takes no dim away
     index = tuple(torch.tensor(step, device="cpu") if type(step) is int else step for step in index)
-    masked = None if accumulate else _masked(index, input)
-    chosen = _chosen(index, input.shape)
-    if masked is not None and not masked.at:
-        y = written_by(input, masked.mask, values)
+    masked = None if accumulate else _at_mask(index, input)
+    first, cells = _in_two(index, input.shape)
+    if masked is not None and not masked[2]:
+        y = written_by(input, masked[1], values)
     else:
-        y = with_cells(part(input, chosen.basic), chosen.cells, values, accumulate)
-        if y.dim() > input.dim():  # the dims of truths
-            y = part(y, tuple(0 if step is None else step for step in chosen.basic))
+        y = with_cells(part(input, first), cells, values, accumulate)
+        if y.dim() > input.dim():  # a bool has made a new dim
+            y = part(y, tuple(0 if step is None else step for step in first))
     return write_back(input, y, func.__name__) if func.__name__.endswith("_") else y
 
 
 def _write(y: GlobalTensor, value: Any) -> None:
+    """Write a number, or a tensor that broadcasts, into a view. Leading dims of extent 1 of the tensor may be more."""
     check_written(y)
     if not isinstance(value, torch.Tensor):
         y.fill_(value)

@@ -11,10 +11,9 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.boxes import Intervals, Shape, balanced
-from distdl.globals.functions.gather_scatter import brought_together
 from distdl.globals.functions.slicing import part
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import entire
+from distdl.globals.moving.alignment import entire, moved_blocks, part_of
 from distdl.globals.moving.writes_into_plain import split_beside
 from distdl.globals.rules.applying import one_by_one
 from distdl.globals.rules.fallback import fall_back
@@ -25,14 +24,18 @@ from distdl.globals.tensor.table import TABLE, by_name, handles
 from distdl.partition.groups import IntArray
 from distdl.tensors.connection import zeros_on
 
-# -- side by side
+# -- joining
 
 
-def side_by_side(tensors: Sequence[Any], dim: int, along: Intervals | None = None, name: str = "cat") -> GlobalTensor:
-    """Tensors one behind the other along a dim, split as the largest global one is.
+def joined(tensors: Sequence[Any], dim: int, along: Intervals | None = None, name: str = "cat") -> GlobalTensor:
+    """Concatenate tensors along a dim. The result is split as the largest global one, and evenly along the dim.
 
-    Along a dim that is not split, nothing moves but what lies otherwise than that one. Along one that is split, the
-    result is split evenly, or as given. Tensors on several workers, one behind the other, stay where they are.
+    But tensors that lie on different workers, with the same split of the other dims, are joined without messages: each
+    cell stays on its worker.
+
+    Args:
+        tensors: global or plain ones, at least one of them global.
+        along: how the result is split along the dim, if not evenly. All cells then move there.
     """
     lead = max((one for one in tensors if type(one) is GlobalTensor), key=lambda one: one.numel())
     context, layout = lead._context, lead._layout
@@ -40,9 +43,9 @@ def side_by_side(tensors: Sequence[Any], dim: int, along: Intervals | None = Non
     if along is None and all(type(one) is GlobalTensor for one in tensors):
         layouts = tuple([one._layout for one in tensors])
         if any(one is not layout for one in layouts):
-            lying = context.keep(("where they are", layouts, dim), lambda: _where_they_are(layouts, dim))
-            if lying is not None:
-                return GlobalTensor._of(_joined([block_of(one) for one in tensors], dim, lying.local), lying)
+            still = context.keep(("joined in place", layouts, dim), lambda: _joined_in_place(layouts, dim))
+            if still is not None:
+                return GlobalTensor._of(_joined_blocks([block_of(one) for one in tensors], dim, still.local), still)
 
     def make() -> tuple[KnownLayout, list[KnownLayout]]:
         total = sum(shape[dim] for shape in shapes)
@@ -59,12 +62,26 @@ def side_by_side(tensors: Sequence[Any], dim: int, along: Intervals | None = Non
             start += n
         return target, needs
 
-    target, needs = context.keep(("side by side", layout, dim, along, shapes), make)
-    return GlobalTensor._of(_joined(brought_together(tensors, needs, name), dim, target.local), target)
+    target, needs = context.keep(("joined", layout, dim, along, shapes), make)
+    return GlobalTensor._of(_joined_blocks(_local_blocks(tensors, needs, name), dim, target.local), target)
 
 
-def _where_they_are(layouts: Sequence[KnownLayout], dim: int) -> KnownLayout | None:
-    """The layout of tensors one behind the other in which none of them has moved; none if a worker had two pieces."""
+def _local_blocks(tensors: Sequence[Any], needs: Sequence[KnownLayout], name: str) -> list[torch.Tensor]:
+    """This worker's block of each tensor, in the layouts that are needed. Messages of all tensors run at once."""
+    split = [place for place, one in enumerate(tensors) if type(one) is GlobalTensor]
+    blocks = moved_blocks([(block_of(tensors[at]), tensors[at]._layout, needs[at]) for at in split], name)
+    found = dict(zip(split, blocks, strict=True))
+    return [found[at] if at in found else part_of(tensors[at], need, name) for at, need in enumerate(needs)]
+
+
+def _joined_in_place(layouts: Sequence[KnownLayout], dim: int) -> KnownLayout | None:
+    """The layout of joined tensors of which no cell has moved.
+
+    Args:
+        layouts: those of the tensors.
+    Returns: None if their other dims are split differently, if a worker would have two pieces that are no neighbours,
+        or if all cells along the dim are on the same workers.
+    """
     slabs: list[IntArray] = []
     extents: list[int] = []
     others = [one for one in range(len(layouts[0].intervals)) if one != dim]
@@ -80,7 +97,7 @@ def _where_they_are(layouts: Sequence[KnownLayout], dim: int) -> KnownLayout | N
             else:
                 slabs.append(slab)
                 extents.append(stop - start)
-    if len(slabs) < 2:  # (of one, the result may be split further)
+    if len(slabs) < 2:
         return None
     workers = np.concatenate(slabs, dim)
     if len(np.unique(workers)) < workers.size:
@@ -90,30 +107,35 @@ def _where_they_are(layouts: Sequence[KnownLayout], dim: int) -> KnownLayout | N
     return layouts[0].context.layout(workers, intervals)
 
 
-def _joined(parts: list[torch.Tensor], dim: int, shape: Shape) -> torch.Tensor:
-    """Blocks one behind the other; what has no cells stays connected, too. (torch.cat would cut it off.)"""
-    filled = [one for one in parts if one.numel()]
-    empty = [one for one in parts if not one.numel() and one.requires_grad]
-    dtype = parts[0].dtype
-    for one in parts[1:]:
+def _joined_blocks(blocks: list[torch.Tensor], dim: int, shape: Shape) -> torch.Tensor:
+    """Concatenate blocks of one worker, and promote their dtypes.
+
+    The result depends on blocks without cells, too, which torch.cat would cut off the graph.
+
+    Args:
+        shape: of the result, if no block has cells.
+    """
+    filled = [one for one in blocks if one.numel()]
+    empty = [one for one in blocks if not one.numel() and one.requires_grad]
+    dtype = blocks[0].dtype
+    for one in blocks[1:]:
         dtype = torch.promote_types(dtype, one.dtype)
+    zero: Any = sum(zeros_on(one, ()).to(dtype) for one in empty)
     if not filled:
-        y = parts[0].new_zeros(shape, dtype=dtype)
-        for one in empty:
-            y = y + zeros_on(one, ()).to(dtype)
-        return y
-    if empty:
+        y = blocks[0].new_zeros(shape, dtype=dtype)
+        return y + zero if empty else y
+    if empty:  # connect them to the smallest block; the blocks with cells may all require no gradient
         least = min(range(len(filled)), key=lambda place: filled[place].numel())
-        zero: Any = sum(zeros_on(one, ()).to(dtype) for one in empty)
-        filled[least] = filled[least].to(dtype) + zero  # (others may carry no gradient)
+        filled[least] = filled[least].to(dtype) + zero
     return filled[0].to(dtype, copy=True) if len(filled) == 1 else torch.cat(filled, dim).to(dtype)
 
 
 @handles("cat concat concatenate", "torch")
 @by_name
 def cat(func: Any, tensors: Any, dim: int = 0) -> Any:
+    """Concatenate. As in torch, tensors of shape (0,) count only for the dtype of the result."""
     known = next(one for one in tensors if type(one) is GlobalTensor)
-    ignored = [one for one in tensors if tuple(one.shape) == (0,)]  # (as torch does, but for dtypes)
+    ignored = [one for one in tensors if tuple(one.shape) == (0,)]
     tensors = [one for one in tensors if tuple(one.shape) != (0,)]
     if not tensors:
         tensors, ignored = ignored, []
@@ -121,10 +143,10 @@ def cat(func: Any, tensors: Any, dim: int = 0) -> Any:
         tensors[0] = split_beside(tensors[0], (known,))
     shapes = tuple(one.shape for one in tensors)
     known._context.keep(("cat", shapes, dim), lambda: judge(func, (tensors, dim), {}))
-    y: Any = side_by_side(tensors, dim % tensors[0].dim())
+    y: Any = joined(tensors, dim % tensors[0].dim())
     for one in ignored:
         y = y.to(torch.promote_types(y.dtype, one.dtype))
-        y = y + one.sum().to(y.dtype) if one.requires_grad else y  # (its gradient is zero, and not none)
+        y = y + one.sum().to(y.dtype) if one.requires_grad else y  # so its gradient is zero instead of None
     return y
 
 
@@ -154,7 +176,7 @@ def pad_sequence(
     padding_value: float = 0.0,
     padding_side: str = "right",
 ) -> torch.Tensor:
-    """Tensors of several lengths side by side, as long as the longest of them."""
+    """Stack tensors of different lengths, each padded to the longest of them."""
     judged(func, (sequences, batch_first, padding_value, padding_side), {})
     longest = max(one.shape[0] for one in sequences)
     padded = []
@@ -165,16 +187,17 @@ def pad_sequence(
     return torch.stack(padded, 0 if batch_first else 1)
 
 
-TABLE[getattr(torch._C._nn, "pad_sequence")] = pad_sequence  # noqa: B009 (the stubs lack it)
+TABLE[getattr(torch._C._nn, "pad_sequence")] = pad_sequence  # noqa: B009  # the stubs lack it
 
 
-# -- again and again
+# -- repeating
 
 
 @handles("repeat", "Tensor")
 def repeat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copies along dims: joined where a dim is split; where it is not, each worker repeats its block."""
     x, *sizes = (*args, *kwargs.values())
-    shape_of(func, x, sizes, {})  # (for torch's error)
+    shape_of(func, x, sizes, {})  # raises torch's error
     times = [int(n) for n in one_by_one(sizes)]
     for _ in range(len(times) - x.dim()):
         x = x.unsqueeze(0)
@@ -182,7 +205,7 @@ def repeat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         if n == 0:
             x = part(x, [*[slice(None)] * dim, slice(0, 0)])
         elif n > 1 and len(x._layout.intervals[dim]) > 1:
-            x = side_by_side([x] * n, dim, name="repeat")
+            x = joined([x] * n, dim, name="repeat")
             times[dim] = 1
     layout: KnownLayout = x._layout
 
@@ -207,45 +230,47 @@ def tile(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @handles("repeat_interleave", "torch Tensor")
-def repeat_interleave(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each cell several times: where it is, if all are repeated as often. Of the repeats alone: numbers of cells."""
-    if len(args) + len(kwargs) - ("output_size" in kwargs) == 1:
-        (given,) = (*args, *(kwargs[name] for name in ("input", "repeats") if name in kwargs))
-        cells: torch.Tensor = func(given.full_tensor(), output_size=kwargs.get("output_size"))
-        return cells
+@by_name
+def repeat_interleave(
+    func: Any, input: Any = None, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+) -> Any:
+    """Repeat each slice along a dim: in its block for one number of repeats, and by index_select for several.
 
-    def run(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
-        if type(input) is not GlobalTensor:
-            return func(input, repeats.full_tensor(), dim, output_size=output_size)
-        if dim is None:
-            input, dim = input.reshape(-1), 0
-        dim %= input.dim()
-        if isinstance(repeats, torch.Tensor):
-            repeats = entire(repeats)
-            if repeats.numel() > 1 or repeats.dtype not in (torch.int64, torch.int32):  # (others, torch refuses)
-                numbers = torch.arange(input.shape[dim], device=repeats.device)
-                cells = torch.repeat_interleave(numbers, repeats, output_size=output_size)
-                return input.index_select(dim, cells)
-            repeats = int(repeats)
-        shape_of(torch.repeat_interleave, input, (repeats, dim), {"output_size": output_size})  # (for torch's error)
-        layout: KnownLayout = input._layout
+    With the repeats alone, in place of the input, the result is a plain tensor: each place as often as it is repeated.
+    """
+    if input is None or repeats is None:
+        return func((repeats if input is None else input).full_tensor(), output_size=output_size)
+    if type(input) is not GlobalTensor:
+        return func(input, repeats.full_tensor(), dim, output_size=output_size)
+    if dim is None:
+        input, dim = input.reshape(-1), 0
+    dim %= input.dim()
+    if isinstance(repeats, torch.Tensor):
+        repeats = entire(repeats)
+        if repeats.numel() > 1 or repeats.dtype not in (torch.int64, torch.int32):  # torch refuses other dtypes
+            places = torch.arange(input.shape[dim], device=repeats.device)
+            return input.index_select(dim, torch.repeat_interleave(places, repeats, output_size=output_size))
+        repeats = int(repeats)
+    shape_of(torch.repeat_interleave, input, (repeats, dim), {"output_size": output_size})  # raises torch's error
+    layout: KnownLayout = input._layout
 
-        def make() -> KnownLayout:
-            intervals = list(layout.intervals)
-            intervals[dim] = tuple((i * repeats, j * repeats) for i, j in intervals[dim])
-            return layout.context.layout(layout.partition.workers, intervals)
+    def make() -> KnownLayout:
+        intervals = list(layout.intervals)
+        intervals[dim] = tuple((i * repeats, j * repeats) for i, j in intervals[dim])
+        return layout.context.layout(layout.partition.workers, intervals)
 
-        target = layout.context.keep(("repeat_interleave", layout, dim, repeats), make)
-        return GlobalTensor._of(block_of(input).repeat_interleave(repeats, dim), target)
+    target = layout.context.keep(("repeat_interleave", layout, dim, repeats), make)
+    return GlobalTensor._of(block_of(input).repeat_interleave(repeats, dim), target)
 
-    return run(*args, **kwargs)
+
+# -- rolling and flipping
 
 
 @handles("roll", "torch Tensor")
 @by_name
 def roll(func: Any, input: Any, shifts: Any, dims: Any = ()) -> Any:
-    """Cells that leave at one end come in at the other. Along a dim that is split, they go to other workers."""
-    shape_of(func, input, (shifts, dims), {})  # (for torch's error)
+    """Move cells along dims; those that leave at one end enter at the other. Along a split dim, they change workers."""
+    shape_of(func, input, (shifts, dims), {})  # raises torch's error
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     shifts = (shifts,) if not isinstance(shifts, (tuple, list)) else tuple(shifts)
     if not dims:
@@ -259,8 +284,7 @@ def roll(func: Any, input: Any, shifts: Any, dims: Any = ()) -> Any:
             unsplit[dim] = unsplit.get(dim, 0) + by
         elif by:
             pieces = [part(x, [*[slice(None)] * dim, slice(*one)]) for one in ((n - by, n), (0, n - by))]
-            # (the pieces are split as x is: the longer one leads)
-            x = side_by_side(pieces, dim, x._layout.intervals[dim], "roll")
+            x = joined(pieces, dim, x._layout.intervals[dim], "roll")
     if unsplit and any(unsplit.values()):
         return GlobalTensor._of(block_of(x).roll(tuple(unsplit.values()), tuple(unsplit)), x._layout)
     return GlobalTensor._of(block_of(x).clone(), x._layout) if x is input else x
@@ -268,9 +292,9 @@ def roll(func: Any, input: Any, shifts: Any, dims: Any = ()) -> Any:
 
 @handles("flip fliplr flipud", "torch Tensor")
 def flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """The other way round: blocks stay where they are, and the partition is reversed."""
+    """Reverse dims: each worker flips its block, and the order of the workers along these dims is reversed."""
     x, *rest = (*args, *kwargs.values())
-    shape_of(func, x, rest, {})  # (for torch's error)
+    shape_of(func, x, rest, {})  # raises torch's error
     given = one_by_one({"fliplr": [1], "flipud": [0]}.get(func.__name__, rest))
     dims = tuple(dim % x.dim() for dim in given) if x.dim() else ()
     judge_dtype(lambda one: one.flip(dims), x)
@@ -281,18 +305,18 @@ def flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         for dim in dims:
             n = intervals[dim][-1][1]
             intervals[dim] = tuple((n - j, n - i) for i, j in reversed(intervals[dim]))
-        turned = workers[tuple(slice(None, None, -1 if dim in dims else None) for dim in range(workers.ndim))]
-        return layout.context.layout(turned, intervals)
+        reversed_workers = np.flip(workers, dims)
+        return layout.context.layout(reversed_workers, intervals)
 
     return GlobalTensor._of(block_of(x).flip(dims), layout.context.keep(("flip", layout, dims), make))
 
 
-# -- new ones
+# -- creating
 
 
 @handles("new_zeros new_ones new_full new_empty", "Tensor")
 def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """A tensor of the dtype of another one; split like it if it has as many dims, else the same on every worker."""
+    """A new tensor of x's dtype: split like x if it has as many dims, and plain otherwise."""
     x, *rest = args
     size, more = (kwargs["size"], rest) if "size" in kwargs else (rest[0], rest[1:]) if rest else ((), [])
     if not isinstance(size, (tuple, list)):
@@ -318,7 +342,7 @@ def new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 @handles("new", "Tensor")
 def constructor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The constructor that a tensor has: of the numbers of its cells, not filled, or of values in a list."""
+    """``x.new(2, 3)``, without values, or ``x.new([1., 2.])``. Other forms fall back."""
     x, *rest = args
     first = rest[0] if len(rest) == 1 else None
     if type(x) is GlobalTensor and not kwargs:
@@ -333,8 +357,9 @@ def constructor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 @handles("one_hot", "functional")
 @by_name
 def one_hot(func: Any, tensor: Any, num_classes: int = -1) -> GlobalTensor:
+    """A new last dim of classes, which is not split. Without their number, the largest class number is gathered."""
     if num_classes < 1:
-        num_classes = int(tensor.max()) + 1  # (every worker needs to know it)
+        num_classes = int(tensor.max()) + 1
     layout: KnownLayout = tensor._layout
 
     def make() -> KnownLayout:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distdl.globals.functions.gather_scatter import brought, of_global
+from distdl.globals.functions.gather_scatter import with_global_input
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded, reshaped
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import moved
+from distdl.globals.moving.alignment import moved, part_of
 from distdl.globals.moving.writes_into_plain import split_beside
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
@@ -133,7 +133,7 @@ def _replaced(rows: _Rows, value: Any) -> GlobalTensor:
     """Rows with other values, one for each that is chosen."""
     shape = rows.chosen.extents
     check_value(rows.x, value, shape)
-    given = brought(expanded(value, shape), rows.chosen, "an assignment")
+    given = part_of(expanded(value, shape), rows.chosen, "an assignment")
     block = block_of(rows.x).index_put((rows.mask,), given)
     return GlobalTensor._of(block, rows.x._layout)
 
@@ -177,7 +177,7 @@ def masked_fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 @handles("masked_scatter masked_scatter_", "torch Tensor")
-@of_global
+@with_global_input
 def masked_scatter(func: Any, input: Any, mask: Any, source: Any) -> Any:
     """The first elements of a source, to where a mask is true."""
     in_place = func.__name__.endswith("_")

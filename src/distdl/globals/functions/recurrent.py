@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.functions.gather_scatter import brought
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.layouts.spreading import pencils
-from distdl.globals.moving.alignment import entire, moved
+from distdl.globals.moving.alignment import entire, moved, part_of
 from distdl.globals.rules.applying import as_global
 from distdl.globals.rules.fallback import fall_back
 from distdl.globals.rules.meta_checks import judge
@@ -109,7 +108,7 @@ def _over_samples(
 
     block = moved(input, layout, name)
     held = [split(one.shape, states_batch) for one in states]
-    given = [brought(one, lies, name) for one, lies in zip(states, held, strict=True)]
+    given = [part_of(one, lies, name) for one, lies in zip(states, held, strict=True)]
     own = _together(weights, context)
     given = [one.contiguous() for one in given]  # (cuDNN takes no other states)
     if block.numel():
