@@ -22,10 +22,14 @@ from distdl.globals.views.aliasing import write_back
 from distdl.tensors.modes import uncounted
 
 
-def _rebuilt(func: Any) -> Handler:
-    """A handler that runs torch's own Python code, in which the functions that it calls are handled."""
-    rebuilt = composite(func)
-    return lambda func, args, kwargs: rebuilt(*args, **kwargs)
+def rebuilt(func: Any, **names: Any) -> Handler:
+    """A handler that runs torch's own Python code, in which the functions that it calls are handled.
+
+    Args:
+        names: values for some of the names that the code uses.
+    """
+    run = composite(func, **names)
+    return lambda func, args, kwargs: run(*args, **kwargs)
 
 
 for _function in (
@@ -33,7 +37,7 @@ for _function in (
     functional.lp_pool3d, functional.multilabel_soft_margin_loss, functional.triplet_margin_with_distance_loss,
     torch.Tensor.__reversed__, torch.unravel_index,
 ):  # fmt: skip
-    TABLE[_function] = _rebuilt(_function)
+    TABLE[_function] = rebuilt(_function)
 TABLE[torch.clip_] = elementwise
 
 

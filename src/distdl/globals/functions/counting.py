@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,31 +89,22 @@ class _WithoutDerivative(Function):
 
 @handles("unique", "torch Tensor")
 @by_name
-def unique(
-    func: Any,
-    input: Any,
-    sorted: bool = True,
-    return_inverse: bool = False,
-    return_counts: bool = False,
-    dim: int | None = None,
-) -> Any:
-    """The distinct values, which torch sorts whatever ``sorted`` says. With a dim it falls back."""
-    return NotImplemented if dim is not None else _distinct(torch.unique, input, return_inverse, return_counts)
+def unique(func: Any, input: Any, sorted: bool = True, *rest: Any, **options: Any) -> Any:
+    """The distinct values, which torch sorts whatever ``sorted`` says."""
+    return _distinct(torch.unique, input, *rest, **options)
 
 
 @handles("unique_consecutive", "torch Tensor")
 @by_name
-def unique_consecutive(
-    func: Any, input: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+def unique_consecutive(func: Any, input: Any, *rest: Any, **options: Any) -> Any:
+    """The flat tensor without values that equal the one before them."""
+    return _distinct(torch.unique_consecutive, input, *rest, **options)
+
+
+def _distinct(
+    find: Any, input: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
-    """The flat tensor without values that equal the one before them. With a dim it falls back."""
-    if dim is not None:
-        return NotImplemented
-    return _distinct(torch.unique_consecutive, input, return_inverse, return_counts)
-
-
-def _distinct(find: Callable[..., Any], input: Any, return_inverse: bool, return_counts: bool) -> Any:
-    """Find the values of each block, gather these on every worker, and merge them there.
+    """Find the values of each block, gather these on every worker, and merge them there. With a dim, falls back.
 
     Args:
         find: ``torch.unique`` or ``torch.unique_consecutive``.
@@ -122,7 +112,7 @@ def _distinct(find: Callable[..., Any], input: Any, return_inverse: bool, return
         input is, and their counts, split evenly.
     """
     context, name = input._context, find.__name__
-    if context.comm.imagined:
+    if dim is not None or context.comm.imagined:
         return NotImplemented
     x: Any = input.detach()
     if find is torch.unique_consecutive:

@@ -1,4 +1,4 @@
-"""Fourier transforms of global tensors: a dim that is transformed is whole, and other dims are split instead."""
+"""Fourier transforms of global tensors. A dim is whole while it is transformed, and other dims are split instead."""
 
 from __future__ import annotations
 
@@ -16,49 +16,46 @@ from distdl.globals.rules.work import checked
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import SPACES, TABLE, by_name, handles
 
-# which transform the last of several dims takes, whether it comes first, and what the others take
+# for a transform of several dims: that of the last dim, whether it comes before the others, and that of the others
 _SEVERAL = {
     "fft": ("fft", True, "fft"), "ifft": ("ifft", True, "ifft"), "rfft": ("rfft", True, "fft"),
     "irfft": ("irfft", False, "ifft"), "hfft": ("hfft", False, "fft"), "ihfft": ("ihfft", True, "ifft"),
 }  # fmt: skip
 
 
-def _one(x: Any, kind: str, n: int | None, dim: int, norm: str | None) -> GlobalTensor:
-    """One transform along one dim."""
+def _along_one(x: Any, kind: str, n: int | None, dim: int, norm: str | None) -> GlobalTensor:
+    """The transform of a kind, such as "rfft", along one dim."""
     transform = getattr(torch.fft, kind)
     y: GlobalTensor = along_whole(lambda block: transform(block, n, dim, norm), x, [dim], kind)
     return y
 
 
-def _several(x: Any, kind: str, s: Any, dims: Sequence[int], norm: str | None) -> GlobalTensor:
-    """The transform along several dims: those that are whole first, as far as it may choose."""
-    last, first, others = _SEVERAL[kind]
+def _along_several(x: Any, kind: str, s: Any, dims: Sequence[int], norm: str | None) -> GlobalTensor:
+    """The transform of a kind along several dims. Where their order is free, dims that are not split come first."""
+    of_last, is_first, of_others = _SEVERAL[kind]
     lengths = [None if one == -1 else one for one in (s if s is not None else [None] * len(dims))]
     steps = list(zip(dims, lengths, strict=True))
-    final = [(*steps[-1], last)]
-    rest = [(*step, others) for step in steps[:-1]]
+    last = [(*steps[-1], of_last)]
+    others = [(*step, of_others) for step in steps[:-1]]
     y: GlobalTensor = x
-
-    def walk(todo: list[tuple[int, int | None, str]]) -> None:
-        nonlocal y
+    for todo in (last, others) if is_first else (others, last):
         while todo:
             places = y._layout.partition.workers.shape
             step = next((one for one in todo if places[one[0]] == 1), todo[0])
             todo.remove(step)
-            y = _one(y, step[2], step[1], step[0], norm)
-
-    for steps_now in (final, rest) if first else (rest, final):
-        walk(list(steps_now))
+            dim, n, transform = step
+            y = _along_one(y, transform, n, dim, norm)
     return y
 
 
 def _transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The handler of all transforms of ``torch.fft``."""
     name = func.__name__.removeprefix("fft_")
     kind = name.rstrip("2n") if name[-1] in "2n" else name
 
     def along_one(input: Any, n: int | None = None, dim: int = -1, norm: str | None = None) -> Any:
         checked(func, [input], n, dim, norm)
-        return _one(input, kind, n, dim % input.dim(), norm)
+        return _along_one(input, kind, n, dim % input.dim(), norm)
 
     def along_several(input: Any, s: Any = None, dim: Any = None, norm: str | None = None) -> Any:
         dim = (-2, -1) if dim is None and name.endswith("2") else dim
@@ -68,7 +65,7 @@ def _transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         s = (s,) if isinstance(s, int) else None if s is None else tuple(s)
         checked(func, [input], s, tuple(dim), norm)
         dims = [one % input.dim() for one in dim]
-        return _several(input, kind, s, dims, norm) if dims else input + 0
+        return _along_several(input, kind, s, dims, norm) if dims else input + 0
 
     run = along_one if kind == name else along_several
     return run(*args, **kwargs)
@@ -76,6 +73,7 @@ def _transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @by_name
 def _shift(func: Any, input: Any, dim: Any = None) -> Any:
+    """``fftshift`` and ``ifftshift``, one dim after the other."""
     dims = range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     y = input
     for one in dims:
@@ -105,14 +103,17 @@ def stft(
     return_complex: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Transforms of the pieces of signals that a window shows: the pieces are split, each is whole."""
+    """Short-time Fourier transforms: a worker has some of the overlapping pieces of the signals, each whole.
+
+    Real results, global windows and ``align_to_window`` fall back.
+    """
     if not return_complex or type(window) is GlobalTensor or options.get("align_to_window"):
         return NotImplemented
     length, step = win_length or n_fft, n_fft // 4 if hop_length is None else hop_length
     weights = torch.ones(max(length, 0), device=input.device) if window is None else window
     choices = (center, pad_mode, normalized, onesided, return_complex)
     judge(torch.stft, (input, n_fft, hop_length, win_length, weights, *choices), {})
-    weights = functional.pad(weights, ((n_fft - length) // 2, n_fft - length - (n_fft - length) // 2))
+    weights = _centred(weights, n_fft)
     signals = input if input.dim() > 1 else input.unsqueeze(0)
     if center:
         signals = functional.pad(signals.unsqueeze(1), (n_fft // 2, n_fft // 2), pad_mode).squeeze(1)
@@ -138,9 +139,9 @@ def istft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Any:
-    """Signals of which pieces were transformed: the pieces add up where they overlap, over the sum of squared windows.
+    """The inverse of stft: pieces add up where they overlap, and are divided by the sum of the squared windows.
 
-    The pieces are split, and each is whole.
+    A worker has some of the pieces, each whole. Global windows fall back.
     """
     if type(input) is not GlobalTensor or type(window) is GlobalTensor:
         return NotImplemented
@@ -148,7 +149,7 @@ def istft(
     _check_inverse(input, n_fft, hop_length, win_length, window, *options)
     width, step = win_length or n_fft, hop_length or n_fft // 4
     weights = torch.ones(width, dtype=input.dtype.to_real(), device=input.device) if window is None else window
-    weights = functional.pad(weights, ((n_fft - width) // 2, n_fft - width - (n_fft - width) // 2))
+    weights = _centred(weights, n_fft)
     modes: Any = (input if input.dim() > 2 else input.unsqueeze(0)).mT
     if return_complex:
         pieces = torch.fft.ifft(modes, dim=-1, norm="ortho" if normalized else None)
@@ -160,23 +161,29 @@ def istft(
     start = n_fft // 2 if center else 0
     stop = start + length if length is not None else known - start
     cells = slice(start, min(stop, known))
-    scale = _overlapped(weights.square().expand(count, n_fft), step)[cells]
+    scale = _overlap_add(weights.square().expand(count, n_fft), step)[cells]
     if not len(scale) or (not scale.is_meta and (scale.detach().abs() < 1e-11).any()):
         blank = torch.zeros(input.shape, dtype=input.dtype)
-        func(blank, n_fft, hop_length, win_length, window, *options)  # (for torch's error)
-    y = _overlapped(pieces * weights, step)[:, cells] / scale
+        func(blank, n_fft, hop_length, win_length, window, *options)  # raises torch's error
+    y = _overlap_add(pieces * weights, step)[:, cells] / scale
     y = y if input.dim() > 2 else y.squeeze(0)
     return functional.pad(y, (0, stop - known)) if stop > known else y
 
 
 def _check_inverse(input: Any, n_fft: int, hop_length: Any, win_length: Any, window: Any, *options: Any) -> None:
-    """Let torch check the arguments of istft, where it does so before it reads the values of the window."""
+    """Let torch check the arguments of istft, as far as it can before it reads the values of the window."""
     with suppress(NotImplementedError):
         judged(torch.istft, (input, n_fft, hop_length, win_length, window, *options), {})
 
 
-def _overlapped(pieces: Any, step: int) -> Any:
-    """Pieces (..., pieces, cells), each a step behind the one before it, added up."""
+def _centred(window: torch.Tensor, n_fft: int) -> torch.Tensor:
+    """A window with zeros on both sides, as long as a piece."""
+    missing = n_fft - len(window)
+    return functional.pad(window, (missing // 2, missing - missing // 2))
+
+
+def _overlap_add(pieces: Any, step: int) -> Any:
+    """Add up pieces, (..., pieces, cells), each of which begins a step after the one before it."""
     count = -(-pieces.shape[-1] // step)
     parts = functional.pad(pieces, (0, count * step - pieces.shape[-1])).unflatten(-1, (count, step))
     rows: Any = sum(functional.pad(parts.select(-2, at), (0, 0, at, count - 1 - at)) for at in range(count))

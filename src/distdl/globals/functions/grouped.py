@@ -1,4 +1,4 @@
-"""Products of rows by groups, as mixtures of experts compute them."""
+"""Products of groups of rows with matrices, as mixtures of experts compute them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from distdl.globals.tensor.table import by_name, handles
 from distdl.tensors.connection import saving, zeros_on
 
 
-@handles("_grouped_mm grouped_mm", "torch functional")  # (torch asks for the first; the second is the published name)
+@handles("_grouped_mm grouped_mm", "torch functional")
 @by_name
 def grouped_product(func: Any, input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """Rows that are sorted by groups, each times the matrix of its group: workers know where groups end, and keep rows.
+    """Multiply each row by the matrix of its group. Rows stay on their workers, and the matrices are plain.
 
-    Other forms, in which a group is a part of what is summed over, fall back.
+    Other forms, in which the summed dim is split in groups, fall back.
+
+    Args:
+        mat2: a matrix for each group.
+        offs: where each group ends, of the rows, which are sorted by group. Gathered on every worker.
     """
     whole = offs is not None and type(input) is GlobalTensor and type(mat2) is not GlobalTensor and bias is None
     if not whole or (input.dim(), mat2.dim()) != (2, 3):
@@ -28,7 +32,7 @@ def grouped_product(func: Any, input: Any, mat2: Any, offs: Any = None, bias: An
     layout = pencils(input._layout, [1])
     rows, context = layout.intervals[0], layout.context
 
-    def check() -> bool:  # (without memory, torch knows bfloat16 alone)
+    def check() -> bool:  # on meta tensors, torch refuses all dtypes but bfloat16
         few = (torch.zeros(one.shape, dtype=one.dtype, device=input.device) for one in (input[:0], mat2, offs))
         func(next(few), next(few), offs=next(few), out_dtype=out_dtype)
         return True
@@ -44,6 +48,6 @@ def grouped_product(func: Any, input: Any, mat2: Any, offs: Any = None, bias: An
     start, stop = layout.box[0]
     mine = (ends - start).clamp(0, stop - start).to(ends.dtype)
     y = func(block.contiguous(), weight, offs=mine, out_dtype=out_dtype)
-    if y.requires_grad:  # (torch refuses rows, and columns, that do not begin at multiples of 16 bytes)
+    if y.requires_grad:  # torch refuses a gradient whose rows do not begin at multiples of 16 bytes
         y.register_hook(torch.Tensor.contiguous)
     return GlobalTensor._of(y, target)
