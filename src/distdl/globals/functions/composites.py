@@ -13,12 +13,12 @@ from distdl.globals.functions.losses import reduction_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.moving.writes_into_plain import write
-from distdl.globals.rules.applying import one_by_one
+from distdl.globals.rules.applying import autocast_dtype, cast_to, one_by_one
 from distdl.globals.rules.meta_checks import judged, shape_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import TABLE, Handler, by_name, composite, handles
 from distdl.globals.views.aliasing import write_back
+from distdl.tensors.connection import zeros_on
 from distdl.tensors.modes import uncounted
 
 
@@ -61,22 +61,6 @@ def sum_to_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     more = x.dim() - len(shape)
     dims = [dim for dim in range(x.dim()) if dim < more or shape[dim - more] != x.shape[dim]]
     return x.sum(dims, keepdim=True).reshape(shape) if dims or not shape else x
-
-
-@handles("linspace logspace", "torch")
-def between_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A plain tensor between ends that are numbers or 0-d tensors, whose values are gathered on every worker.
-
-    Raises: RuntimeError for an end that has dims.
-    """
-
-    def value(one: torch.Tensor) -> Any:
-        if one.dim():
-            raise RuntimeError(f"{func.__name__} needs numbers and tensors without dims; got one with {one.dim()}")
-        return one.item()
-
-    given, named = map_tensors((args, kwargs), value)
-    return func(*given, **named)
 
 
 def linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,3 +181,32 @@ def norm_except_dim(func: Any, v: Any, pow: int = 2, dim: int = 0) -> Any:
 @by_name
 def weight_norm(func: Any, v: Any, g: Any, dim: int = 0) -> Any:
     return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+@handles("prelu", "torch Tensor functional")
+@by_name
+def prelu(func: Any, input: Any, weight: torch.Tensor) -> Any:
+    """The slope of negative elements is a weight for all of them, or one for each channel (dim 1)."""
+    cast = autocast_dtype(input)
+    if cast is not None:
+        input, weight = (cast_to(one, cast) for one in (input, weight))
+    judged(func, (input, weight), {})  # raises torch's error
+    if weight.numel() > 1 and input.dim() > 2:
+        weight = weight.reshape(-1, *[1] * (input.dim() - 2))
+    elif weight.numel() == 1:
+        weight = weight.reshape(())
+    return elementwise(_prelu, (input, weight), {})
+
+
+def _prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``prelu`` of a block and weights that broadcast to it. A block without cells has the same derivatives."""
+    return functional.prelu(x, weight.reshape(-1) if x.numel() else zeros_on(weight, (1,)))
+
+
+@handles("glu", "functional")
+@by_name
+def glu(func: Any, input: Any, dim: int = -1) -> Any:
+    """The first half along a dim times the sigmoid of the second."""
+    shape_of(func, input, (dim,), {})  # raises torch's error
+    first, gate = input.chunk(2, dim)
+    return first * gate.sigmoid()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from distdl.globals.functions.shapes import expanded
-from distdl.globals.rules.applying import one_by_one
-from distdl.globals.rules.meta_checks import judge_dtype, judged
-from distdl.globals.tensor.table import TABLE, by_name, handles
+from distdl.globals.rules.meta_checks import judged
+from distdl.globals.tensor.table import by_name, handles
 
 
 @handles("diff")
@@ -108,46 +105,3 @@ def cross(func: Any, input: Any, other: Any, dim: int | None = None) -> Any:
         return NotImplemented
     a, b = input.unbind(dim), other.unbind(dim)
     return torch.stack([a[i - 2] * b[i - 1] - a[i - 1] * b[i - 2] for i in range(3)], dim)
-
-
-@handles("rot90")
-@by_name
-def rot90(func: Any, input: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
-    """Rotate by right angles in the plane of two dims. The result is a copy."""
-    judged(func, (input, k, dims), {})
-    judge_dtype(lambda one: func(one, k, dims), input)
-    first, second = dims
-    rotated = {
-        0: lambda: input.clone(),
-        1: lambda: input.transpose(first, second).flip(first),
-        2: lambda: input.flip((first, second)),
-        3: lambda: input.transpose(first, second).flip(second),
-    }
-    return rotated[k % 4]()
-
-
-@handles("column_stack", "torch")
-@by_name
-def column_stack(func: Any, tensors: Sequence[Any]) -> Any:
-    """Join vectors, as columns, and matrices along their columns."""
-    return torch.cat([one.reshape(one.numel(), 1) if one.dim() < 2 else one for one in tensors], 1)
-
-
-@handles("meshgrid", "torch")
-@by_name
-def meshgrid(func: Any, *tensors: Any, indexing: str | None = None) -> Any:
-    """The coordinates of a grid, expanded without memory. Tensors of more than one dim fall back, for torch's error."""
-    axes = one_by_one(tensors)
-    if any(one.dim() > 1 for one in axes):
-        return NotImplemented
-    judged(func, tensors, {} if indexing is None else {"indexing": indexing})
-    order = list(range(len(axes)))
-    if indexing == "xy" and len(axes) > 1:
-        order[:2] = [1, 0]
-    shape = tuple(axes[place].numel() for place in order)
-    lines = [one.reshape([-1 if place == at else 1 for place in order]) for at, one in enumerate(axes)]
-    return tuple(expanded(one, shape) for one in lines)
-
-
-# torch.meshgrid asks no subclass itself, but calls this function, which does
-TABLE[getattr(torch._C._VariableFunctions, "meshgrid")] = meshgrid  # noqa: B009  # the stubs lack it

@@ -1,4 +1,4 @@
-"""Tensors side by side, repeated, rolled, turned round, or made anew."""
+"""Functions that join tensors: ``cat``, ``stack`` and others that are made of them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,15 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.boxes import Intervals, Shape, balanced
-from distdl.globals.functions.slicing import part
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import entire, moved_blocks, part_of
+from distdl.globals.moving.alignment import moved_blocks, part_of
 from distdl.globals.moving.writes_into_plain import split_beside
-from distdl.globals.rules.applying import one_by_one
-from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.meta_checks import judge, judge_dtype, judged, shape_of
+from distdl.globals.rules.meta_checks import judge, judged
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import TABLE, by_name, handles
 from distdl.partition.groups import IntArray
 from distdl.tensors.connection import zeros_on
-
-# -- joining
 
 
 def joined(tensors: Sequence[Any], dim: int, along: Intervals | None = None, name: str = "cat") -> GlobalTensor:
@@ -168,6 +163,13 @@ def stack_along(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return torch.cat(lifted, dim)
 
 
+@handles("column_stack", "torch")
+@by_name
+def column_stack(func: Any, tensors: Sequence[Any]) -> Any:
+    """Join vectors, as columns, and matrices along their columns."""
+    return torch.cat([one.reshape(one.numel(), 1) if one.dim() < 2 else one for one in tensors], 1)
+
+
 @by_name
 def pad_sequence(
     func: Any,
@@ -188,183 +190,3 @@ def pad_sequence(
 
 
 TABLE[getattr(torch._C._nn, "pad_sequence")] = pad_sequence  # noqa: B009  # the stubs lack it
-
-
-# -- repeating
-
-
-@handles("repeat", "Tensor")
-def repeat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copies along dims: joined where a dim is split; where it is not, each worker repeats its block."""
-    x, *sizes = (*args, *kwargs.values())
-    shape_of(func, x, sizes, {})  # raises torch's error
-    times = [int(n) for n in one_by_one(sizes)]
-    for _ in range(len(times) - x.dim()):
-        x = x.unsqueeze(0)
-    for dim, n in enumerate(times):
-        if n == 0:
-            x = part(x, [*[slice(None)] * dim, slice(0, 0)])
-        elif n > 1 and len(x._layout.intervals[dim]) > 1:
-            x = joined([x] * n, dim, name="repeat")
-            times[dim] = 1
-    layout: KnownLayout = x._layout
-
-    def make() -> KnownLayout:
-        intervals = [
-            ((0, along[0][1] * n),) if n > 1 else along for along, n in zip(layout.intervals, times, strict=True)
-        ]
-        return layout.context.layout(layout.partition.workers, intervals)
-
-    target = layout.context.keep(("repeat", layout, tuple(times)), make)
-    block = block_of(x)
-    if layout.active and times:
-        block = block.repeat([max(n, 1) for n in times])
-    return GlobalTensor._of(block.clone() if block is x._block else block, target)
-
-
-@handles("tile", "torch Tensor")
-def tile(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, *sizes = (*args, *kwargs.values())
-    sizes = one_by_one(sizes)
-    return x.repeat([1] * (x.dim() - len(sizes)) + sizes)
-
-
-@handles("repeat_interleave", "torch Tensor")
-@by_name
-def repeat_interleave(
-    func: Any, input: Any = None, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
-) -> Any:
-    """Repeat each slice along a dim: in its block for one number of repeats, and by index_select for several.
-
-    With the repeats alone, in place of the input, the result is a plain tensor: each place as often as it is repeated.
-    """
-    if input is None or repeats is None:
-        return func((repeats if input is None else input).full_tensor(), output_size=output_size)
-    if type(input) is not GlobalTensor:
-        return func(input, repeats.full_tensor(), dim, output_size=output_size)
-    if dim is None:
-        input, dim = input.reshape(-1), 0
-    dim %= input.dim()
-    if isinstance(repeats, torch.Tensor):
-        repeats = entire(repeats)
-        if repeats.numel() > 1 or repeats.dtype not in (torch.int64, torch.int32):  # torch refuses other dtypes
-            places = torch.arange(input.shape[dim], device=repeats.device)
-            return input.index_select(dim, torch.repeat_interleave(places, repeats, output_size=output_size))
-        repeats = int(repeats)
-    shape_of(torch.repeat_interleave, input, (repeats, dim), {"output_size": output_size})  # raises torch's error
-    layout: KnownLayout = input._layout
-
-    def make() -> KnownLayout:
-        intervals = list(layout.intervals)
-        intervals[dim] = tuple((i * repeats, j * repeats) for i, j in intervals[dim])
-        return layout.context.layout(layout.partition.workers, intervals)
-
-    target = layout.context.keep(("repeat_interleave", layout, dim, repeats), make)
-    return GlobalTensor._of(block_of(input).repeat_interleave(repeats, dim), target)
-
-
-# -- rolling and flipping
-
-
-@handles("roll", "torch Tensor")
-@by_name
-def roll(func: Any, input: Any, shifts: Any, dims: Any = ()) -> Any:
-    """Move cells along dims; those that leave at one end enter at the other. Along a split dim, they change workers."""
-    shape_of(func, input, (shifts, dims), {})  # raises torch's error
-    dims = (dims,) if isinstance(dims, int) else tuple(dims)
-    shifts = (shifts,) if not isinstance(shifts, (tuple, list)) else tuple(shifts)
-    if not dims:
-        return input.reshape(-1).roll(shifts, 0).reshape(input.shape)
-    x = input
-    unsplit: dict[int, int] = {}
-    for by, dim in zip(shifts, dims, strict=True):
-        dim, n = dim % x.dim(), x.shape[dim]
-        by = by % n if n else 0
-        if len(x._layout.intervals[dim]) == 1:
-            unsplit[dim] = unsplit.get(dim, 0) + by
-        elif by:
-            pieces = [part(x, [*[slice(None)] * dim, slice(*one)]) for one in ((n - by, n), (0, n - by))]
-            x = joined(pieces, dim, x._layout.intervals[dim], "roll")
-    if unsplit and any(unsplit.values()):
-        return GlobalTensor._of(block_of(x).roll(tuple(unsplit.values()), tuple(unsplit)), x._layout)
-    return GlobalTensor._of(block_of(x).clone(), x._layout) if x is input else x
-
-
-@handles("flip fliplr flipud", "torch Tensor")
-def flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """Reverse dims: each worker flips its block, and the order of the workers along these dims is reversed."""
-    x, *rest = (*args, *kwargs.values())
-    shape_of(func, x, rest, {})  # raises torch's error
-    given = one_by_one({"fliplr": [1], "flipud": [0]}.get(func.__name__, rest))
-    dims = tuple(dim % x.dim() for dim in given) if x.dim() else ()
-    judge_dtype(lambda one: one.flip(dims), x)
-    layout: KnownLayout = x._layout
-
-    def make() -> KnownLayout:
-        workers, intervals = layout.partition.workers, list(layout.intervals)
-        for dim in dims:
-            n = intervals[dim][-1][1]
-            intervals[dim] = tuple((n - j, n - i) for i, j in reversed(intervals[dim]))
-        reversed_workers = np.flip(workers, dims)
-        return layout.context.layout(reversed_workers, intervals)
-
-    return GlobalTensor._of(block_of(x).flip(dims), layout.context.keep(("flip", layout, dims), make))
-
-
-# -- creating
-
-
-@handles("new_zeros new_ones new_full new_empty", "Tensor")
-def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """A new tensor of x's dtype: split like x if it has as many dims, and plain otherwise."""
-    x, *rest = args
-    size, more = (kwargs["size"], rest) if "size" in kwargs else (rest[0], rest[1:]) if rest else ((), [])
-    if not isinstance(size, (tuple, list)):
-        size, more = [one for one in rest if isinstance(one, int)], []
-    size = tuple(int(n) for n in size)
-    named = {name: value for name, value in kwargs.items() if name != "size"}
-    if not size or len(size) != x.dim():
-        plain: torch.Tensor = func(x._block.detach(), size, *more, **named)
-        return plain
-    layout = x._context.keep(("like", x._layout, size), lambda: x._layout.resized(size))
-    return GlobalTensor._of(func(x._block.detach(), layout.local, *more, **named), layout)
-
-
-@handles("new_tensor", "Tensor")
-def new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    x, *rest = args
-    if type(x) is not GlobalTensor or any(type(one) is GlobalTensor for one in (*rest, *kwargs.values())):
-        plain: torch.Tensor = fall_back(func, args, kwargs)
-        return plain
-    made: torch.Tensor = x._block.detach().new_tensor(*rest, **kwargs)
-    return made
-
-
-@handles("new", "Tensor")
-def constructor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.new(2, 3)``, without values, or ``x.new([1., 2.])``. Other forms fall back."""
-    x, *rest = args
-    first = rest[0] if len(rest) == 1 else None
-    if type(x) is GlobalTensor and not kwargs:
-        size = first if isinstance(first, torch.Size) else tuple(rest) or (0,)
-        if all(type(n) is int for n in size):
-            return new(torch.Tensor.new_empty, (x, size), {})
-        if isinstance(first, (list, tuple)):
-            return new_tensor(torch.Tensor.new_tensor, args, {})
-    return fall_back(func, args, kwargs)
-
-
-@handles("one_hot", "functional")
-@by_name
-def one_hot(func: Any, tensor: Any, num_classes: int = -1) -> GlobalTensor:
-    """A new last dim of classes, which is not split. Without their number, the largest class number is gathered."""
-    if num_classes < 1:
-        num_classes = int(tensor.max()) + 1
-    layout: KnownLayout = tensor._layout
-
-    def make() -> KnownLayout:
-        return layout.context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, num_classes),)])
-
-    target = layout.context.keep(("one_hot", layout, num_classes), make)
-    block = block_of(tensor)
-    return GlobalTensor._of(func(block, num_classes).reshape(target.local), target)

@@ -1,4 +1,4 @@
-"""Lookups in tables that every worker has whole, and activations with a weight for each channel."""
+"""Lookups in tables: embeddings, and the search in sorted vectors. Each worker looks up its own elements."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.moving.alignment import entire, taken
-from distdl.globals.rules.applying import as_global, autocast_dtype, cast_to, weight_of
-from distdl.globals.rules.meta_checks import judged, shape_of
+from distdl.globals.rules.applying import as_global, weight_of
+from distdl.globals.rules.meta_checks import judged
 from distdl.globals.rules.work import work_on
 from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -20,7 +19,7 @@ from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import REPLICATED, by_name, handles
-from distdl.tensors.connection import local, refuses, zeros_on
+from distdl.tensors.connection import local, refuses
 
 
 @handles("embedding", "functional")
@@ -181,35 +180,6 @@ def isin(func: Any, elements: Any, test_elements: Any, **options: Any) -> Any:
     block = block_of(elements).detach()
     refuses(lambda cells: func(cells, values, **options), block, (1,))
     return GlobalTensor._of(func(block, values, **options), elements._layout)
-
-
-@handles("prelu", "torch Tensor functional")
-@by_name
-def prelu(func: Any, input: Any, weight: torch.Tensor) -> Any:
-    """The slope of negative elements is a weight for all of them, or one for each channel (dim 1)."""
-    cast = autocast_dtype(input)
-    if cast is not None:
-        input, weight = (cast_to(one, cast) for one in (input, weight))
-    judged(func, (input, weight), {})  # raises torch's error
-    if weight.numel() > 1 and input.dim() > 2:
-        weight = weight.reshape(-1, *[1] * (input.dim() - 2))
-    elif weight.numel() == 1:
-        weight = weight.reshape(())
-    return elementwise(_prelu, (input, weight), {})
-
-
-def _prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``prelu`` of a block and weights that broadcast to it. A block without cells has the same derivatives."""
-    return functional.prelu(x, weight.reshape(-1) if x.numel() else zeros_on(weight, (1,)))
-
-
-@handles("glu", "functional")
-@by_name
-def glu(func: Any, input: Any, dim: int = -1) -> Any:
-    """The first half along a dim times the sigmoid of the second."""
-    shape_of(func, input, (dim,), {})  # raises torch's error
-    first, gate = input.chunk(2, dim)
-    return first * gate.sigmoid()
 
 
 def _of_replicas(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replica:
