@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cache, partial
 from inspect import signature
 from typing import Any
 
@@ -49,15 +50,15 @@ def attention(
         if is_causal:
             raise ValueError("CausalBias should not be used with causal=True")
         attn_mask, is_causal = _mask_of_bias(attn_mask, query.device)
-    options = (("is_causal", is_causal), ("scale", scale), ("enable_gqa", enable_gqa))
+    whole = _with_options(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     operands = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    checked(_checking(options), operands, compares=not enable_gqa)
+    checked(whole, operands, compares=not enable_gqa)
     no_heads = enable_gqa and not key.shape[-3]
     if dropout_p > 0 and not no_heads:
         return _with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     work = _work_of(operands, enable_gqa)
     q, k, v, *masks = work.parts(operands, func.__name__)
-    work.result_dtype(_checking(options), operands, func.__name__)  # raises for dtypes that torch refuses
+    work.result_dtype(whole, operands, func.__name__)  # raises for dtypes that torch refuses
     if enable_gqa and not no_heads:
         heads, count = work.mine(work.out[-3]), query.shape[-3]
         k = shared_heads(k, heads, count // key.shape[-3], work.context)
@@ -67,23 +68,17 @@ def attention(
     if split:
         masks = [_causal(rows, key.shape[-2], q.device)]
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> torch.Tensor:
-        y: torch.Tensor = func(q, k, v, mask, is_causal=is_causal and not split, scale=scale)
-        return y
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> Any:
+        return func(q, k, v, mask, is_causal=is_causal and not split, scale=scale)
 
     y = local(attend, work.partial, *((one, (1,) * one.dim()) for one in (q, k, v, *masks)))
     return work.finish(y, func.__name__)
 
 
-def _checking(options: tuple[tuple[str, Any], ...]) -> Any:
+@cache
+def _with_options(**options: Any) -> Any:
     """torch's attention with these options: the same object for the same options, as caches of checks need it."""
-    found = _CHECKS.get(options)
-    if found is None:
-        found = _CHECKS[options] = lambda *whole: functional.scaled_dot_product_attention(*whole, **dict(options))
-    return found
-
-
-_CHECKS: dict[Any, Any] = {}
+    return partial(functional.scaled_dot_product_attention, **options)
 
 
 def _work_of(operands: Sequence[Any], grouped: bool) -> Work:
@@ -109,12 +104,10 @@ def _batch(x: Any, grouped: bool) -> tuple[Hashable, ...]:
 
 
 def shared_heads(block: torch.Tensor, heads: Interval, sharing: int, context: Context) -> torch.Tensor:
-    """Repeat heads of keys or values, so that there is one for each head of the queries.
+    """For each head of the queries on this worker, the head of the keys or values that it reads.
 
     Args:
-        block: all heads of the keys or values.
-        heads: the heads of the queries that this worker computes.
-        sharing: how many heads of the queries share one.
+        block: all heads of the keys or values, each of which so many heads of the queries share.
     """
     if not block.numel():
         return block
@@ -214,10 +207,10 @@ def _is_split_over_samples(named: dict[str, Any]) -> bool:
 
 
 def _attend_samples(func: Any, named: dict[str, Any]) -> tuple[GlobalTensor, GlobalTensor | None]:
-    """Multi-head attention on the samples of each worker: the result, and the attention weights if they are wanted.
+    """Multi-head attention on the samples of each worker: the result, and the weights or None.
 
     Args:
-        named: arguments for which :func:`_is_split_over_samples` is true.
+        named: arguments of which :func:`_is_split_over_samples` is true.
     """
     query = named["query"]
     layout, context = query._layout, query._context
@@ -241,11 +234,7 @@ def _attend_samples(func: Any, named: dict[str, Any]) -> tuple[GlobalTensor, Glo
 
 
 def _local_masks(named: dict[str, Any], layout: KnownLayout) -> dict[str, torch.Tensor]:
-    """This worker's block of each mask, by its name. A mask without samples is whole on every worker.
-
-    Args:
-        layout: that of the inputs.
-    """
+    """This worker's block of each mask, by its name, for inputs of a layout. A mask without samples stays whole."""
     masks = {name: named[name] for name in _MASKS if named.get(name) is not None}
     for name, mask in masks.items():
         if type(mask) is not GlobalTensor:
@@ -257,13 +246,11 @@ def _local_masks(named: dict[str, Any], layout: KnownLayout) -> dict[str, torch.
 
 
 def _samples_first(layout: KnownLayout, shape: Shape, entries: int = 1) -> KnownLayout:
-    """The layout of a tensor whose first dim has the samples of an input, each of them with several entries.
+    """The layout of a tensor whose first dim is the samples of an input (positions, samples, features) of a layout.
 
     Args:
-        layout: that of the input, (positions, samples, features).
-        shape: of the tensor.
+        entries: how many cells of the first dim each sample has.
     """
     along = tuple((start * entries, stop * entries) for start, stop in layout.intervals[1])
     workers = layout.partition.workers.reshape(-1, *[1] * (len(shape) - 1))
-    made: KnownLayout = layout.context.layout(workers, [along, *(((0, n),) for n in shape[1:])])
-    return made
+    return layout.context.layout(workers, [along, *(((0, n),) for n in shape[1:])])

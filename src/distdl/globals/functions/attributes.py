@@ -62,9 +62,8 @@ for _name in (
 
 
 @handles_property("shape")
-def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
-    size: torch.Size = args[0].layout.size
-    return size
+def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].layout.size
 
 
 _OF_MEMORY = "stride is_contiguous storage_offset dim_order dense_dim sparse_dim"

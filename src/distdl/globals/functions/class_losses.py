@@ -110,11 +110,7 @@ def _check_numbers(target: torch.Tensor, classes: int, ignored: int) -> None:
 
 
 def _target_layouts(layout: KnownLayout, probabilities: bool) -> tuple[KnownLayout, KnownLayout]:
-    """The layout of the targets, on the workers of the first classes; and the same with a dim of classes, for the op.
-
-    Args:
-        layout: that of the input.
-    """
+    """For an input in a layout: that of the targets, on the workers of the first classes, without and with classes."""
     context, workers, (batch, _, *space) = layout.context, layout.partition.workers, layout.intervals
     classes = layout.extents[1] if probabilities else 1
     first = context.layout(workers[:, :1], [batch, ((0, classes),), *space])

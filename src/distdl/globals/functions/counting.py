@@ -66,8 +66,7 @@ def _summed(layout: KnownLayout, counts: torch.Tensor) -> Any:
         return context.layout(workers.reshape(-1, 1), [tuple((n, n + 1) for n in range(workers.size)), ((0, count),)])
 
     counted = context.keep(("counted", layout, count), make)
-    total: Any = GlobalTensor._of(counts.reshape(1, -1)[: counted.local[0]], counted).sum(0)
-    return total
+    return GlobalTensor._of(counts.reshape(1, -1)[: counted.local[0]], counted).sum(0)
 
 
 def _without_derivative(y: torch.Tensor, name: str, *inputs: torch.Tensor | None) -> torch.Tensor:

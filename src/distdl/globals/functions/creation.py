@@ -19,7 +19,7 @@ from distdl.globals.tensor.table import TABLE, by_name, handles
 
 
 @handles("new_zeros new_ones new_full new_empty", "Tensor")
-def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A new tensor of x's dtype: split like x if it has as many dims, and plain otherwise."""
     x, *rest = args
     size, more = (kwargs["size"], rest) if "size" in kwargs else (rest[0], rest[1:]) if rest else ((), [])
@@ -28,20 +28,17 @@ def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     size = tuple(int(n) for n in size)
     named = {name: value for name, value in kwargs.items() if name != "size"}
     if not size or len(size) != x.dim():
-        plain: torch.Tensor = func(x._block.detach(), size, *more, **named)
-        return plain
+        return func(x._block.detach(), size, *more, **named)
     layout = x._context.keep(("like", x._layout, size), lambda: x._layout.resized(size))
     return GlobalTensor._of(func(x._block.detach(), layout.local, *more, **named), layout)
 
 
 @handles("new_tensor", "Tensor")
-def new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, *rest = args
     if type(x) is not GlobalTensor or any(type(one) is GlobalTensor for one in (*rest, *kwargs.values())):
-        plain: torch.Tensor = fall_back(func, args, kwargs)
-        return plain
-    made: torch.Tensor = x._block.detach().new_tensor(*rest, **kwargs)
-    return made
+        return fall_back(func, args, kwargs)
+    return x._block.detach().new_tensor(*rest, **kwargs)
 
 
 @handles("new", "Tensor")

@@ -30,7 +30,7 @@ def triangle(func: Any, input: Any, diagonal: int = 0) -> GlobalTensor:
 
 
 @handles("diagonal", "torch Tensor linalg")
-def diagonal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+def diagonal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The diagonal of two dims, as a view: each cell stays on its worker."""
     default = (-2, -1) if func is torch.linalg.diagonal else (0, 1)
 
@@ -40,8 +40,7 @@ def diagonal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
     if "A" in kwargs:
         kwargs = {"input" if name == "A" else name: value for name, value in kwargs.items()}
-    y: GlobalTensor = run(*args, **kwargs)
-    return y
+    return run(*args, **kwargs)
 
 
 def _diagonal(x: GlobalTensor, offset: int, row: int, column: int) -> GlobalTensor:

@@ -16,11 +16,7 @@ from distdl.globals.tensor.table import handles
 
 @handles("einsum", "torch")
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Contract global and plain tensors in any layouts.
-
-    Args:
-        args: the equation, and the operands. torch has made an equation of lists of labels.
-    """
+    """Contract operands in any layouts. torch has made an equation of labels that are given as lists."""
     equation, *operands = args
     labels, out = _labelled(equation, tuple(one.dim() for one in operands))
     checked(_einsum(equation), operands, compares=True)
@@ -35,10 +31,7 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _without_repeats(operand: Any, labels: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
-    """Take the diagonal of dims with the same label, until each label of an operand names one dim.
-
-    Returns: the operand, and the labels of its dims.
-    """
+    """The diagonal of the dims of an operand that share a label, and the labels of the dims of the result."""
     own = list(labels)
     while len(set(own)) < len(own):
         first, second = next((i, j) for j in range(len(own)) for i in range(j) if own[i] == own[j])

@@ -28,14 +28,13 @@ from distdl.tensors.function import Function
 
 @handles("amax amin", "torch Tensor")
 @by_name
-def extreme(func: Any, input: Any, dim: Any = (), keepdim: bool = False) -> GlobalTensor:
+def extreme(func: Any, input: Any, dim: Any = (), keepdim: bool = False) -> Any:
     if isinstance(dim, (tuple, list)) and not dim:
         _check_filled(input, func.__name__)
     dims = dims_of(input, dim)
     if input.is_complex() and not input.numel():  # torch takes complex numbers if the result is empty
         nonempty(input, dims, func.__name__)
-        nothing: GlobalTensor = input.sum(dims, keepdim)
-        return nothing
+        return input.sum(dims, keepdim)
     return extreme_over(input, dims, keepdim, func.__name__)
 
 
@@ -92,9 +91,8 @@ def extreme_over(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: st
     nonempty(x, dims, name)
     layout = x._layout
 
-    def over(block: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = getattr(block, name)(dims, keepdim=True) if dims else getattr(block, name)()
-        return y
+    def over(block: torch.Tensor) -> Any:
+        return getattr(block, name)(dims, keepdim=True) if dims else getattr(block, name)()
 
     torch_differentiates = not split_along(layout, dims) and not (nan == "equal" and dims)
     if torch_differentiates or not (x.requires_grad and torch.is_grad_enabled()):
@@ -133,11 +131,7 @@ class ValueOf(Function):
 
 
 def _with_index(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: str) -> tuple[GlobalTensor, GlobalTensor]:
-    """The extremes along a dim, and the first place of each. Without dims, x itself and zeros.
-
-    Args:
-        name: "max" or "min".
-    """
+    """``max`` or ``min`` along one dim, and the first place of each. Without dims, a copy of x and zeros."""
     nonempty(x, dims, name)
     layout, block = x._layout, block_of(x)
     target = reduced_layout(layout, dims)
@@ -170,10 +164,8 @@ def _extreme_of_block(
 
 
 def _flat_place(x: GlobalTensor, keepdim: bool, name: str) -> GlobalTensor:
-    """The place of the extreme of all elements in the flat tensor. Each worker finds that of its block.
+    """The place of the ``max`` or ``min`` in the flat tensor. Each worker finds that of its block.
 
-    Args:
-        name: "max" or "min".
     Raises: IndexError without elements; torch's error for a dtype that it does not compare.
     """
     dims = tuple(range(x.dim()))

@@ -55,7 +55,7 @@ def _entries(args: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
 def _aligned_entries(args: Sequence[Any]) -> list[int]:
     """The places at which the entries of all lists are global tensors with dims, of one layout.
 
-    There are none if an argument beside the lists is a tensor that is no plain number.
+    None of them, if there is a tensor beside the lists that is no number.
     """
     if any(isinstance(one, torch.Tensor) and not _is_number(one) for one in args):
         return []
@@ -94,11 +94,7 @@ def _of_entry(func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: int
 
 @cache
 def _of_one(func: Any, listed: tuple[bool, ...]) -> Callable[..., Any]:
-    """The function of lists as a function of single tensors.
-
-    Args:
-        listed: for each argument, whether ``func`` takes a list there.
-    """
+    """A function of lists as one of single tensors. ``listed`` says which arguments are lists."""
 
     def of_one(*given: Any, **options: Any) -> Any:
         lists = [[one] if is_entry else one for one, is_entry in zip(given, listed, strict=True)]

@@ -23,11 +23,10 @@ _SEVERAL = {
 }  # fmt: skip
 
 
-def _along_one(x: Any, kind: str, n: int | None, dim: int, norm: str | None) -> GlobalTensor:
+def _along_one(x: Any, kind: str, n: int | None, dim: int, norm: str | None) -> Any:
     """The transform of a kind, such as "rfft", along one dim."""
     transform = getattr(torch.fft, kind)
-    y: GlobalTensor = along_whole(lambda block: transform(block, n, dim, norm), x, [dim], kind)
-    return y
+    return along_whole(lambda block: transform(block, n, dim, norm), x, [dim], kind)
 
 
 def _along_several(x: Any, kind: str, s: Any, dims: Sequence[int], norm: str | None) -> GlobalTensor:

@@ -57,11 +57,9 @@ def index_select(func: Any, input: Any, dim: int, index: Any) -> Any:
 
 
 def _beside(layout: KnownLayout, dim: int, shape: Sequence[int]) -> KnownLayout:
-    """The layout of a tensor whose lines along a dim lie beside those of another tensor.
+    """The layout of a tensor of a shape whose lines along a dim lie beside those of another tensor, in a layout.
 
-    Args:
-        layout: that of the other tensor, whole along the dim.
-        shape: of the tensor: any extent along the dim, and along the others at most that of the other tensor.
+    Along the dim, which is whole, it may have any extent; along the others, at most that of the other tensor.
     """
     context, shape = layout.context, tuple(shape)
 
@@ -86,8 +84,7 @@ def _first_cells(x: Any, shape: Sequence[int]) -> Any:
 @by_name
 def gather(func: Any, input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     if input.dim() and not index.dim():
-        one: GlobalTensor = func(input, dim, index.reshape(1)).reshape(())
-        return one
+        return func(input, dim, index.reshape(1)).reshape(())
     if index.dim() and not input.dim():
         input = input.reshape(1)
     known = input if type(input) is GlobalTensor else index
@@ -187,9 +184,8 @@ def index_add(
     source = part_of(source, _beside(y._layout, dim, source.shape), name)
     block = block_of(y)
 
-    def add(block: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = getattr(block, name)(dim, index, source, *reduce, **more)
-        return found
+    def add(block: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> Any:
+        return getattr(block, name)(dim, index, source, *reduce, **more)
 
     if func.__name__ == "index_reduce_" and torch.is_grad_enabled():
         block = block.clone()  # the derivative needs the old values

@@ -195,10 +195,8 @@ def _look_up(func: Callable[..., Any], x: torch.Tensor, index: tuple[Any, ...]) 
 def _merge(
     x: torch.Tensor, index: tuple[Any, ...], first: int, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Any]:
-    """Merge index tensors that follow each other into one, and the dims of x that they index into one dim.
+    """Merge neighbouring index tensors, from the first place on, into one, and the dims that they index into one dim.
 
-    Args:
-        first: the place of the first of them in the index.
     Returns: x with that dim, and the index with that tensor.
     Raises: IndexError if they do not broadcast to each other, or reach beyond x.
     """
@@ -217,11 +215,7 @@ def _merge(
 
 
 def _without(index: tuple[Any, ...], place: int, dims: int) -> tuple[tuple[Any, ...], int]:
-    """An index with a full slice in place of the tensor at a place, and the dim of the result that the slice leaves.
-
-    Args:
-        dims: those of the tensor that the index is for.
-    """
+    """The index of a tensor with a full slice at one place, and the dim of the result that the slice leaves."""
     used = sum(step is not None and step is not Ellipsis for step in index)
     basic: list[Any] = []
     at = 0
@@ -295,13 +289,9 @@ def with_cells(x: GlobalTensor, cells: Sequence[torch.Tensor | None], value: Any
 
 
 def _rows_of_value(x: GlobalTensor, dims: Sequence[int], picked: torch.Size, value: Any) -> Any:
-    """What is written at index tensors, with one row for each index; the other dims of x follow.
+    """A value that is written at index tensors of a shape, as rows: one for each index, of the dims that have none.
 
-    Args:
-        dims: those that the index tensors index.
-        picked: the shape of the index tensors.
-        value: a number or tensor that broadcasts to the shape of ``x[index]``.
-    Raises: RuntimeError if it does not.
+    Raises: RuntimeError if the value does not broadcast to ``x[index]``.
     """
     adjacent = dims == list(range(dims[0], dims[-1] + 1))
     rest = [dim for dim in range(x.dim()) if dim not in dims]
@@ -319,13 +309,7 @@ def _rows_of_value(x: GlobalTensor, dims: Sequence[int], picked: torch.Size, val
 
 
 def _layout_of_rows(layout: KnownLayout, dims: tuple[int, ...], count: int) -> KnownLayout:
-    """The layout of rows that are written at index tensors: each worker needs all rows, beside its block of x.
-
-    Args:
-        layout: that of x.
-        dims: those that the index tensors index.
-        count: the number of rows.
-    """
+    """The layout of such rows, for x in a layout: a worker needs all rows, of the other dims the cells of its block."""
 
     def make() -> KnownLayout:
         rest = [dim for dim in range(len(layout.extents)) if dim not in dims]

@@ -70,10 +70,8 @@ def _local_blocks(tensors: Sequence[Any], needs: Sequence[KnownLayout], name: st
 
 
 def _joined_in_place(layouts: Sequence[KnownLayout], dim: int) -> KnownLayout | None:
-    """The layout of joined tensors of which no cell has moved.
+    """The layout of joined tensors, of these layouts, of which no cell has moved.
 
-    Args:
-        layouts: those of the tensors.
     Returns: None if their other dims are split differently, if a worker would have two pieces that are no neighbours,
         or if all cells along the dim are on the same workers.
     """

@@ -158,9 +158,8 @@ def _search(func: Any, name: str, table: Any, x: Any, options: dict[str, Any]) -
         labels = [("n",) if table.dim() == 1 else (*lines, "n"), (*lines, "m")]
         work = work_on([table, x], labels, (*lines, "m"), adds=False)
 
-        def search(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            places: torch.Tensor = func(table.contiguous(), x.contiguous(), **options)
-            return places
+        def search(table: torch.Tensor, x: torch.Tensor) -> Any:
+            return func(table.contiguous(), x.contiguous(), **options)
 
         return work(search, [table, x], name, bool(options.get("out_int32")))
     if type(x) is not GlobalTensor or type(table) is GlobalTensor or table.dim() != 1:

@@ -76,20 +76,15 @@ def all_sum_of(number: torch.Tensor, layout: KnownLayout, name: str) -> GlobalTe
 def _unreduced(func: Any, tensors: Sequence[str]) -> Any:
     """A loss without reduction, as a function that takes its tensors, of these names, by position."""
 
-    def loss(*own: torch.Tensor, **options: Any) -> torch.Tensor:
-        y: torch.Tensor = func(**dict(zip(tensors, own, strict=True)), **options, reduction="none")
-        return y
+    def loss(*own: torch.Tensor, **options: Any) -> Any:
+        return func(**dict(zip(tensors, own, strict=True)), **options, reduction="none")
 
     loss.__name__ = func.__name__
     return loss
 
 
 def _check_shapes(func: Any, given: dict[str, Any]) -> None:
-    """Raise, on every worker, what torch raises for the shapes of losses that do not let all operands broadcast.
-
-    Args:
-        given: the arguments, by name.
-    """
+    """Let torch, on every worker, refuse shapes of named arguments for losses that do not let all of them broadcast."""
     if func is functional.margin_ranking_loss:
         if not given["input1"].dim() == given["input2"].dim() == given["target"].dim():
             judge(func, (), given)
