@@ -55,7 +55,7 @@ def attention(
     checked(whole, operands, compares=not enable_gqa)
     no_heads = enable_gqa and not key.shape[-3]
     if dropout_p > 0 and not no_heads:
-        return _with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _attend_with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     work = _work_of(operands, enable_gqa)
     q, k, v, *masks = work.parts(operands, func.__name__)
     work.result_dtype(whole, operands, func.__name__)  # raises for dtypes that torch refuses
@@ -90,14 +90,15 @@ def _work_of(operands: Sequence[Any], grouped: bool) -> Work:
     query, key, value, *masks = operands
     batch = max((batch_labels(one, 2) for one in operands), key=len)
     labels = [
-        (*batch_labels(query, 2), "l", "e"), (*_batch(key, grouped), "s", "e"), (*_batch(value, grouped), "s", "f"),
+        (*batch_labels(query, 2), "l", "e"),
+        (*_batch_of_keys(key, grouped), "s", "e"), (*_batch_of_keys(value, grouped), "s", "f"),
         *((*batch_labels(mask, 2), "l", "s")[-mask.dim() :] if mask.dim() else () for mask in masks),
     ]  # fmt: skip
     lead = next((at for at, one in enumerate(operands) if type(one) is GlobalTensor and one.dim()), 0)
     return work_on(operands, labels, (*batch, "l", "f"), adds=False, lead=lead, whole=("f",))
 
 
-def _batch(x: Any, grouped: bool) -> tuple[Hashable, ...]:
+def _batch_of_keys(x: Any, grouped: bool) -> tuple[Hashable, ...]:
     """Labels of the batch and head dims of keys or values. Shared heads have a label of their own."""
     found = batch_labels(x, 2)
     return (*found[:-1], "g") if grouped and found else found
@@ -131,7 +132,7 @@ def _mask_of_bias(bias: Any, device: torch.device) -> tuple[torch.Tensor | None,
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries), False
 
 
-def _with_dropout(
+def _attend_with_dropout(
     query: Any, key: Any, value: Any, mask: Any, p: float, is_causal: bool, scale: float | None, grouped: bool
 ) -> Any:
     """Attention step by step, with the dropout of global tensors: it draws the same numbers over every partition."""

@@ -29,6 +29,7 @@ from distdl.tensors.function import Function
 @handles("amax amin", "torch Tensor")
 @by_name
 def extreme(func: Any, input: Any, dim: Any = (), keepdim: bool = False) -> Any:
+    """The largest or smallest element over dims. Raises: torch's error where there are no elements."""
     if isinstance(dim, (tuple, list)) and not dim:
         _check_filled(input, func.__name__)
     dims = dims_of(input, dim)
@@ -63,6 +64,7 @@ def max_or_min(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *,
 @handles("aminmax", "torch Tensor")
 @by_name
 def both_extremes(func: Any, input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
+    """The smallest and the largest element, of all or along a dim."""
     dims = dims_of(input, dim)
     if not input.numel() or input.is_complex():  # torch refuses both
         torch.aminmax(torch.zeros([min(n, 1) for n in input.shape], dtype=input.dtype), dim=dim)

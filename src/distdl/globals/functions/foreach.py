@@ -29,8 +29,8 @@ def elementwise_of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     The other entries follow one by one. Functions in place write nothing if they raise for a leaf.
     """
     name = func.__name__
-    args, kwargs = _by_position(args, kwargs)
-    first, count = args[0], _length(args)
+    args, kwargs = _lists_by_position(args, kwargs)
+    first, count = args[0], _length_of_lists(args)
     writes = name.endswith("_")
     if writes and any(type(one) is not GlobalTensor for one in first):
         # clipping multiplies plain gradients, too, by a global factor
@@ -40,10 +40,10 @@ def elementwise_of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if count > 1:  # gather a common factor once, not once for each entry
         args = tuple(one.full_tensor() if type(one) is GlobalTensor and _is_number(one) else one for one in args)
     alike = _aligned_entries(args)
-    found = dict(zip(alike, _on_blocks(func, _entries(args, alike), kwargs), strict=True)) if alike else {}
+    found = dict(zip(alike, _of_aligned(func, _entries(args, alike), kwargs), strict=True)) if alike else {}
     for place in range(count):
         if place not in found:
-            found[place] = _of_entry(func, args, kwargs, place)
+            found[place] = _of_one_entry(func, args, kwargs, place)
     return first if writes else tuple(found[place] for place in range(count))
 
 
@@ -69,7 +69,7 @@ def _aligned_entries(args: Sequence[Any]) -> list[int]:
     ]
 
 
-def _of_entry(func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: int) -> Any:
+def _of_one_entry(func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: int) -> Any:
     """Apply a function to the entries at one place of the lists.
 
     Raises: TypeError if it would write a global tensor into a plain one that is no tensor of a model.
@@ -111,7 +111,7 @@ def _is_number(x: torch.Tensor) -> bool:
     return not x.dim() and not recorded and type(x) in (GlobalTensor, torch.Tensor)
 
 
-def _on_blocks(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[GlobalTensor]:
+def _of_aligned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[GlobalTensor]:
     """Apply a function to the blocks of lists whose tensors have one layout at each place."""
     name = func.__name__
     writes = name.endswith("_")
@@ -134,7 +134,7 @@ def _is_leaf_with_gradient(x: Any) -> bool:
     return bool(block.requires_grad and block.is_leaf)
 
 
-def _norm(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
+def _norm_of_one(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
     if isinstance(ord, bool):
         torch._foreach_norm([torch.zeros(1)], ord)  # raises torch's error
     return torch.linalg.vector_norm(x, ord, dtype=dtype)
@@ -183,13 +183,13 @@ def _norms_in_one_message(tensors: Sequence[GlobalTensor], p: float) -> tuple[Gl
     return tuple(of_tensors.to(dtype).unbind())
 
 
-_REDUCTIONS: dict[str, Callable[..., Any]] = {"_foreach_norm": _norm, "_foreach_max": torch.amax}
+_REDUCTIONS: dict[str, Callable[..., Any]] = {"_foreach_norm": _norm_of_one, "_foreach_max": torch.amax}
 
 
 def reduce_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply a reduction to each tensor of a list."""
-    args, kwargs = _by_position(args, kwargs)
-    of_one, count = _REDUCTIONS[func.__name__], _length(args)
+    args, kwargs = _lists_by_position(args, kwargs)
+    of_one, count = _REDUCTIONS[func.__name__], _length_of_lists(args)
     each = [one if isinstance(one, (tuple, list)) else [one] * count for one in args]
     return tuple(of_one(*own, **kwargs) for own in zip(*each, strict=True))
 
@@ -200,7 +200,7 @@ _IN_ORDER = (
 )  # fmt: skip
 
 
-def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _lists_by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments, with all that may be lists given by position, and a tensor of scalars made a list."""
     found = [*args, *(kwargs[name] for name in _IN_ORDER if name in kwargs)]
     if len(found) == 4 and isinstance(found[3], torch.Tensor) and found[3].dim() == 1:
@@ -211,7 +211,7 @@ def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[A
     return tuple(found), {name: one for name, one in kwargs.items() if name not in _IN_ORDER}
 
 
-def _length(args: tuple[Any, ...]) -> int:
+def _length_of_lists(args: tuple[Any, ...]) -> int:
     """The length of the lists.
 
     Raises: RuntimeError if their lengths differ.
@@ -293,6 +293,7 @@ def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _check_fused(name: str, x: Any, one: Any) -> None:
+    """Check a gradient or moment of a parameter x, as :func:`fused` says."""
     kinds = ["global" if type(each) is GlobalTensor else "plain" for each in (x, one)]
     if kinds[0] != kinds[1]:
         raise TypeError(

@@ -47,7 +47,7 @@ def _along_several(x: Any, kind: str, s: Any, dims: Sequence[int], norm: str | N
     return y
 
 
-def _transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fast_transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The handler of all transforms of ``torch.fft``."""
     name = func.__name__.removeprefix("fft_")
     kind = name.rstrip("2n") if name[-1] in "2n" else name
@@ -82,7 +82,7 @@ def _shift(func: Any, input: Any, dim: Any = None) -> Any:
 
 for _kind in _SEVERAL:
     for _end in ("", "2", "n"):
-        TABLE[getattr(SPACES["fft"], _kind + _end)] = _transform
+        TABLE[getattr(SPACES["fft"], _kind + _end)] = fast_transform
 TABLE[torch.fft.fftshift] = TABLE[torch.fft.ifftshift] = _shift
 
 

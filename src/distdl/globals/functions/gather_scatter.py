@@ -44,6 +44,7 @@ def with_global_input(handler: Callable[..., Any]) -> Handler:
 @handles("index_select", "torch Tensor")
 @by_name
 def index_select(func: Any, input: Any, dim: int, index: Any) -> Any:
+    """Pick slices along a dim, which is whole. The index is gathered on every worker; a plain input stays plain."""
     if type(input) is not GlobalTensor:
         return input.index_select(dim, index.full_tensor())
     if not input.dim():
@@ -56,7 +57,7 @@ def index_select(func: Any, input: Any, dim: int, index: Any) -> Any:
     return picked(input, cells)
 
 
-def _beside(layout: KnownLayout, dim: int, shape: Sequence[int]) -> KnownLayout:
+def _lines_beside(layout: KnownLayout, dim: int, shape: Sequence[int]) -> KnownLayout:
     """The layout of a tensor of a shape whose lines along a dim lie beside those of another tensor, in a layout.
 
     Along the dim, which is whole, it may have any extent; along the others, at most that of the other tensor.
@@ -83,6 +84,10 @@ def _first_cells(x: Any, shape: Sequence[int]) -> Any:
 @handles("gather", "torch Tensor")
 @by_name
 def gather(func: Any, input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    """Read single cells at indices along a dim, which is whole. The index comes to the lines of a global input.
+
+    The result lies as the index then does. To a plain input each worker applies its part of the index.
+    """
     if input.dim() and not index.dim():
         return func(input, dim, index.reshape(1)).reshape(())
     if index.dim() and not input.dim():
@@ -98,10 +103,10 @@ def gather(func: Any, input: Any, dim: int, index: Any, *, sparse_grad: bool = F
     input = _first_cells(input, shape)
     if type(input) is GlobalTensor:
         input = whole_along(input, [dim], "gather")
-        needed = _beside(input._layout, dim, index.shape)
+        needed = _lines_beside(input._layout, dim, index.shape)
         return GlobalTensor._of(block_of(input).gather(dim, part_of(index, needed, "gather")), needed)
     index = whole_along(index, [dim], "gather")
-    lines = part_of(input, _beside(index._layout, dim, shape), "gather")
+    lines = part_of(input, _lines_beside(index._layout, dim, shape), "gather")
     return GlobalTensor._of(lines.gather(dim, block_of(index)), index._layout)
 
 
@@ -113,6 +118,7 @@ def _line(x: torch.Tensor, dim: int) -> torch.Tensor:
 @handles("take_along_dim", "torch Tensor")
 @by_name
 def take_along_dim(func: Any, input: Any, indices: Any, dim: int | None = None) -> Any:
+    """``gather`` with negative indices, and with operands that broadcast along the other dims."""
     judged(torch.take_along_dim, (input, indices, dim), {})
     if dim is None:
         return torch.gather(input.reshape(-1), 0, indices.reshape(-1))
@@ -141,7 +147,7 @@ def scatter(
         src = src.reshape(src.shape or (1,))  # torch takes a number for one index
     y = whole_along(input, [dim % input.dim()], name)
     shape = index.shape
-    needed = _beside(y._layout, dim % input.dim(), shape)
+    needed = _lines_beside(y._layout, dim % input.dim(), shape)
     index = part_of(index, needed, name)
     source = part_of(_first_cells(src, shape), needed, name) if isinstance(src, torch.Tensor) else src
     in_place = func.__name__ != name
@@ -181,7 +187,7 @@ def index_add(
         return _fill_slices(func, input, dim, index, source)
     name = func.__name__.removesuffix("_")
     y = whole_along(input, [dim], name)
-    source = part_of(source, _beside(y._layout, dim, source.shape), name)
+    source = part_of(source, _lines_beside(y._layout, dim, source.shape), name)
     block = block_of(y)
 
     def add(block: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> Any:

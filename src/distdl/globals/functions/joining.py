@@ -154,6 +154,7 @@ def stack(func: Any, tensors: Any, dim: int = 0) -> torch.Tensor:
 
 @handles("hstack vstack row_stack dstack", "torch")
 def stack_along(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Concatenate tensors with as many dims as the function joins along, at its dim."""
     (tensors,) = (*args, *kwargs.values())
     lift: Any = {"hstack": torch.atleast_1d, "dstack": torch.atleast_3d}.get(func.__name__, torch.atleast_2d)
     lifted: list[Any] = [lift(one) for one in tensors]
