@@ -183,12 +183,12 @@ def isin(func: Any, elements: Any, test_elements: Any, **options: Any) -> Any:
 
 def _of_replicas(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replica:
     """``embedding`` or ``embedding_bag`` of replicas: every worker has all indices, and computes all of the result."""
-    given = _SIGNATURES[func].bind(*args, **kwargs).arguments
+    given = {**dict(zip(_PARAMETERS[func], args, strict=False)), **kwargs}
     if given.get("max_norm") is not None:
         _renormalise(given["weight"], given["input"], given.pop("max_norm"), given.get("norm_type", 2.0))
     context = next(one._context for one in given.values() if type(one) is Replica)
     return Replica._of(func(**map_tensors(given, lambda one: entered(one, context))), context)
 
 
-_SIGNATURES = {function: signature(function) for function in (functional.embedding, functional.embedding_bag)}
-REPLICATED.update(dict.fromkeys(_SIGNATURES, _of_replicas))
+_PARAMETERS = {one: tuple(signature(one).parameters) for one in (functional.embedding, functional.embedding_bag)}
+REPLICATED.update(dict.fromkeys(_PARAMETERS, _of_replicas))
