@@ -1,4 +1,4 @@
-"""Elements of a global tensor in order along a dim, which is whole: sorting, and statistics of order."""
+"""Sorting and order statistics of a global tensor."""
 
 from __future__ import annotations
 
@@ -14,49 +14,67 @@ from distdl.globals.rules.meta_checks import judged
 from distdl.globals.rules.whole_dims import along_whole
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import map_tensors
-from distdl.globals.tensor.table import handles
+from distdl.globals.tensor.table import by_name, handles
 
 
 @handles("sort argsort topk msort", "torch Tensor")
 def sort(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cells in order along a dim, which is whole."""
+    """Sort along one dim, which becomes whole, or take its largest elements."""
     x, *rest = args
     if not x.dim():
         return fall_back(func, args, kwargs)
     judged(func, args, kwargs)
-    behind = rest[1:] if func.__name__ == "topk" else rest  # where dim stands, or the flags of torch.sort
+    behind = rest[1:] if func.__name__ == "topk" else rest  # the dim among flags, without the k of topk
     dim = 0 if func.__name__ == "msort" else kwargs.get("dim", next((n for n in behind if type(n) is int), -1))
     return along_whole(lambda block: func(block, *rest, **kwargs), x, [dim % x.dim()], func.__name__)
 
 
-@handles("median nanmedian mode kthvalue quantile nanquantile", "torch Tensor")
-def order_statistic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Along one dim, which is made whole, or of all elements, which stay where they are."""
-    name = func.__name__
-    first = 2 if name in ("kthvalue", "quantile", "nanquantile") else 1  # the place of dim among the arguments
-    x = args[0]
-    default = None if name in ("median", "nanmedian", "quantile", "nanquantile") else -1
-    dim = args[first] if len(args) > first else kwargs.get("dim", default)
-    level = args[1] if first == 2 and len(args) > 1 else kwargs.get("q")
-    if type(x) is GlobalTensor and dim is None and default is None and x.numel():
-        return quantile(func, *args, **kwargs) if name.endswith("quantile") else median(func, x)
-    if type(x) is not GlobalTensor or dim is None or not x.dim() or type(level) is GlobalTensor:
-        return fall_back(func, args, kwargs)
-    if isinstance(level, torch.Tensor):
-        if level.requires_grad or not level.numel():
-            return fall_back(func, args, kwargs)
-        known = levels_of(level)
-        func(torch.zeros(1, dtype=x.dtype), known)  # for torch's error
-        named = {key: value for key, value in kwargs.items() if key != "q"}
-        found = [func(x, one, *args[2:], **named) for one in known.reshape(-1).tolist()]
-        return torch.stack(found) if level.dim() else found[0]
-    if name.endswith("quantile") and not x.numel():
-        raise RuntimeError(f"{name}() input tensor must be non-empty")
+@handles("median nanmedian mode", "torch Tensor")
+@by_name
+def median_or_mode(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """Along one dim, which becomes whole; or the median of all elements, which are not gathered."""
+    if dim is not None or func.__name__ == "mode":
+        return _along_dim(func, input, (), -1 if dim is None else dim, keepdim)
+    return median(func, input) if input.numel() else NotImplemented
+
+
+@handles("kthvalue", "torch Tensor")
+@by_name
+def kth_value(func: Any, input: Any, k: Any, dim: Any = -1, keepdim: bool = False) -> Any:
+    """Along one dim, which becomes whole."""
+    return _along_dim(func, input, (k,), dim, keepdim)
+
+
+@handles("quantile nanquantile", "torch Tensor")
+@by_name
+def quantiles(
+    func: Any, input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear"
+) -> Any:
+    """Along one dim, which becomes whole, one level after the other; or of all elements, which are not gathered.
+
+    Levels that are a global tensor, require a gradient or have no elements fall back.
+    """
+    known = not isinstance(q, torch.Tensor) or not (type(q) is GlobalTensor or q.requires_grad or not q.numel())
+    if type(input) is not GlobalTensor or not known or not (input.dim() if dim is not None else input.numel()):
+        return NotImplemented
+    if dim is None:
+        return quantile(func, input, q, keepdim, interpolation)
+    if isinstance(q, torch.Tensor):
+        levels = levels_of(q)
+        func(torch.zeros(1, dtype=input.dtype), levels)  # raises torch's error
+        found = [func(input, one, dim, keepdim, interpolation=interpolation) for one in levels.reshape(-1).tolist()]
+        return torch.stack(found) if q.dim() else found[0]
+    if not input.numel():
+        raise RuntimeError(f"{func.__name__}() input tensor must be non-empty")
+    return _along_dim(func, input, (q,), dim, keepdim, interpolation=interpolation)
+
+
+def _along_dim(func: Any, x: Any, level: tuple[Any, ...], dim: Any, keepdim: bool, **options: Any) -> Any:
+    """Apply an order statistic along one dim, which becomes whole; NotImplemented for a tensor without dims."""
+    if type(x) is not GlobalTensor or not x.dim():
+        return NotImplemented
     dims = dims_of(x, dim)
-    keepdim = bool(kwargs.get("keepdim", args[first + 1] if len(args) > first + 1 else False))
-    options = {key: value for key, value in kwargs.items() if key not in ("dim", "keepdim", "k", "q")}
-    leading = [*args[1:first], *(kwargs[key] for key in ("k", "q") if key in kwargs)]
-    y = along_whole(lambda block: func(block, *leading, dim=dims[0], keepdim=True, **options), x, dims, name)
+    y = along_whole(lambda block: func(block, *level, dim=dims[0], keepdim=True, **options), x, dims, func.__name__)
 
     def without(one: Any) -> GlobalTensor:
         return without_dims(one, dims)
