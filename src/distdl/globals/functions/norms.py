@@ -35,9 +35,17 @@ from distdl.tensors.function import Function
 
 
 def moments(x: Any, dim: Any, keepdim: bool, unbiased: Any, correction: Any) -> tuple[Any, Any]:
-    """Variance and mean over dims. Mean and squared deviations of the blocks are merged, which loses no digits."""
+    """Return variance and mean over dims, both global.
+
+    The means and squared deviations of the blocks are merged; differences of large sums of squares would lose digits.
+
+    Args:
+        dim: the dims; None for all.
+        unbiased, correction: as of ``torch.var``; correction goes first.
+    Raises: RuntimeError, as torch does, for integers.
+    """
     if not (x.is_floating_point() or x.is_complex()):
-        torch.zeros(1, dtype=x.dtype).var()  # (for torch's error)
+        torch.zeros(1, dtype=x.dtype).var()  # raises torch's error
     judge_dtype(torch.var, x)
     dims, layout = dims_of(x, dim), x._layout
     less = (1 if unbiased is None else int(bool(unbiased))) if correction is None else correction
@@ -47,18 +55,18 @@ def moments(x: Any, dim: Any, keepdim: bool, unbiased: Any, correction: Any) -> 
         return nothing.real if x.is_complex() else nothing, nothing
     target = reduced_layout(layout, dims)
     if not split_along(layout, dims):
-        pair = _by_torch(x, dims, less, target)
+        pair = _local_moments(x, dims, less, target)
     else:
-        centre, squares = _merged(x, dims, count, target)
-        pair = (squares.real if x.is_complex() else squares) / max(count - less, 0), centre
+        mean, squares = _merge_moments(x, dims, count, target)
+        pair = (squares.real if x.is_complex() else squares) / max(count - less, 0), mean
     found = GlobalTensor._of(pair[0], target), GlobalTensor._of(pair[1], target)
     return found if keepdim else (without_dims(found[0], dims), without_dims(found[1], dims))
 
 
-def _by_torch(
+def _local_moments(
     x: GlobalTensor, dims: tuple[int, ...], less: Any, target: KnownLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Variance and mean over dims that are not split. (A worker without a block has no cells of the result, either.)"""
+    """This worker's blocks of variance and mean over dims that are not split: torch's function of the block."""
     block, keepdim = block_of(x), bool(dims)
     if block.numel():
         return torch.var_mean(block, dims or None, correction=less, keepdim=keepdim)
@@ -68,10 +76,16 @@ def _by_torch(
     return spread, zeros_on(block, target.local)
 
 
-def _merged(
+def _merge_moments(
     x: GlobalTensor, dims: tuple[int, ...], count: int, target: KnownLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and sum of squared deviations over dims that are split, of those of all blocks."""
+    """This worker's blocks of the mean and of the sum of squared deviations, over dims that are split.
+
+    Every worker measures both of its block; the results are gathered and merged where the target layout has cells.
+
+    Args:
+        count: how many elements are averaged.
+    """
     layout = x._layout
 
     def measure(one: torch.Tensor) -> torch.Tensor:
@@ -80,7 +94,7 @@ def _merged(
         return torch.stack([mean, (offset * offset.conj()).to(one.dtype).sum(dims, keepdim=True)])
 
     states = local(measure, (2, *reduced_shape(layout, dims)), (block_of(x), (1,) * x.dim()))
-    cells = _counts(layout, dims)
+    cells = _cell_counts(layout, dims)
     states = gathered(states, layout, dims, "var", kinds=2)
     if target.active:
         mean, squares = states
@@ -94,8 +108,8 @@ def _merged(
     return mean, squares
 
 
-def _counts(layout: Any, dims: tuple[int, ...]) -> Constant:
-    """Cells of each block along the dims, of those that have any, as a tensor that broadcasts to their entries."""
+def _cell_counts(layout: Any, dims: tuple[int, ...]) -> Constant:
+    """How many cells each nonempty block has along the dims, as a tensor that broadcasts to the gathered entries."""
 
     def make() -> Constant:
         counts = torch.ones((1,) * len(layout.rulers), dtype=torch.float64, device="cpu")
@@ -117,17 +131,17 @@ def variance(
 ) -> Any:
     if isinstance(dim, bool):
         dim, unbiased = None, dim
-    half = input.dtype in HALVES  # (as torch adds up: a variance may overflow where its root does not)
+    half = input.dtype in HALVES  # computed in float32, as in torch: a variance may overflow where its root does not
     spread, mean = moments(input.float() if half else input, dim, keepdim, unbiased, correction)
     if func.__name__.startswith("std"):
-        spread = _root(spread)
+        spread = _sqrt(spread)
     if half:
         spread, mean = spread.to(input.dtype), mean.to(input.dtype)
     return (spread, mean) if func.__name__.endswith("mean") else spread
 
 
-def _root(var: Any) -> Any:
-    """The square root of a variance. Where that is zero, its derivative is taken to be zero, as torch takes it."""
+def _sqrt(var: Any) -> Any:
+    """The square root of a variance. Its derivative at zero is zero, as in torch."""
     if not (var.requires_grad and torch.is_grad_enabled()):
         return var.sqrt()
     constant = var.detach() == 0
@@ -135,52 +149,59 @@ def _root(var: Any) -> Any:
 
 
 def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    """The p-norm over dims."""
+    """The p-norm over dims, as a global tensor.
+
+    Args:
+        dim: the dims; None for all.
+        dtype: to which the elements are converted first.
+    Raises: what ``torch.linalg.vector_norm`` raises.
+    """
     if dtype is not None or not (x.is_floating_point() or x.is_complex()):
-        torch.linalg.vector_norm(torch.zeros(1, dtype=x.dtype), p, dtype=dtype)  # (for torch's error)
+        torch.linalg.vector_norm(torch.zeros(1, dtype=x.dtype), p, dtype=dtype)  # raises torch's error
     x = widened(x, ("cuda",)) if dtype is None else x.to(dtype)
     dims, p = dims_of(x, dim), float(p)
-    judge_dtype(lambda one: torch.linalg.vector_norm(one.flatten().repeat(2), p), x)  # (of one cell, there is no sum)
-
-    def over(block: torch.Tensor, p: float) -> torch.Tensor:
-        y: torch.Tensor = torch.linalg.vector_norm(block, p, dims or None, keepdim=bool(dims))
-        return y
-
+    # two cells at least: torch adds nothing up for one, and takes more dtypes then
+    judge_dtype(lambda one: torch.linalg.vector_norm(one.flatten().repeat(2), p), x)
     if p and 0 in [x.shape[one] for one in dims]:
-        shape_of(torch.linalg.vector_norm, x, (p, dims, keepdim), {})  # (for torch's error)
+        shape_of(torch.linalg.vector_norm, x, (p, dims, keepdim), {})  # raises torch's error
         return total(x.real if x.is_complex() else x, dims, keepdim)
-    if not split_along(x._layout, dims):
-        return in_two_steps(lambda block: over(block, p), x, dims, keepdim, "norm")
+    if split_along(x._layout, dims):
+        return _norm_over_split(x, p, dims, keepdim)
+    return in_two_steps(lambda block: _norm(block, p, dims, None), x, dims, keepdim, "norm")
+
+
+def _norm_over_split(x: Any, p: float, dims: tuple[int, ...], keepdim: bool) -> Any:
+    """The p-norm over dims that are split: by sums for p of 0 and 1, by extremes for infinite p, else of the norms."""
     if p in (0, 1):
-        least, shape = (1,) * x.dim(), reduced_shape(x._layout, dims)
-        part = local(lambda block: over(block, p), shape, (block_of(x), least))
-        y = summed(part, x._layout, dims, "norm") if dims else GlobalTensor._of(part, x._layout)
+        shape = reduced_shape(x._layout, dims)
+        norms = local(lambda block: _norm(block, p, dims, None), shape, (block_of(x), (1,) * x.dim()))
+        y = summed(norms, x._layout, dims, "norm")
         return y if keepdim else without_dims(y, dims)
     if p in (inf, -inf):
         return extreme_over(x.abs(), dims, keepdim, "amax" if p > 0 else "amin", nan="none")
-    # (numbers of few digits come together as torch adds them up)
-    wide = torch.float32 if x.dtype in HALVES else None
+    wide = torch.float32 if x.dtype in HALVES else None  # torch adds up half precision in float32
     recorded, dtype = derivatives_of(block_of(x)) != NONE, x.dtype.to_real()
-    of_block, of_parts = (_Part.apply, _Merged.apply) if recorded else (_norm, _norm)
+    of_block, of_norms = (_BlockNorm.apply, _NormOfNorms.apply) if recorded else (_norm, _norm)
 
-    def merged(parts: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = of_parts(parts, p, dims, None)
+    def merge(norms: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = of_norms(norms, p, dims, None)
         return y.to(dtype)
 
-    return in_two_steps(lambda block: of_block(block, p, dims, wide), x, dims, keepdim, "norm", merged)
+    return in_two_steps(lambda block: of_block(block, p, dims, wide), x, dims, keepdim, "norm", merge)
 
 
 def _norm(x: torch.Tensor, p: float, dims: Sequence[int], wide: torch.dtype | None) -> torch.Tensor:
-    y: torch.Tensor = torch.linalg.vector_norm(x, p, dims, keepdim=True, dtype=wide)
+    """The p-norm of a block over dims, which keep extent 1; computed in the dtype ``wide``, if it is given."""
+    y: torch.Tensor = torch.linalg.vector_norm(x, p, dims or None, keepdim=bool(dims), dtype=wide)
     return y
 
 
-class _Part(Function):
-    r"""The norm :math:`n = |x|_p` of a block, of which a norm y of norms is made, by :class:`_Merged`.
+class _BlockNorm(Function):
+    r"""The norm :math:`n = |x|_p` of a block. :class:`_NormOfNorms` makes the norm y of all blocks' norms.
 
-    The derivative of y is :math:`\partial x = x |x|^{p - 2} f` with :math:`f = y^{1 - p} \partial y`. It knows no n:
-    that may be zero or infinite where y has derivatives of any order. So what passes between the two as the derivative
-    by n is the factor f, and not :math:`n^{p - 1} f`.
+    The derivative of y is :math:`\partial x = x |x|^{p - 2} f` with :math:`f = y^{1 - p} \partial y`. It does not
+    depend on n, which may be zero or infinite where y has derivatives of any order. So the two functions pass the
+    factor f to each other in the place of the derivative by n, which would be :math:`n^{p - 1} f`.
     """
 
     @staticmethod
@@ -192,7 +213,7 @@ class _Part(Function):
 
     @staticmethod
     def _direction(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """:math:`x |x|^{p - 2}`, by those operators of which torch makes it: its derivatives exist where torch's do."""
+        """:math:`x |x|^{p - 2}`, by torch's own operators, so that its derivatives exist where torch's do."""
         p, x = ctx.p, x if ctx.wide is None else x.to(ctx.wide)
         if p == 2:
             return x
@@ -203,17 +224,17 @@ class _Part(Function):
 
     @staticmethod
     def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors  # (once: a checkpoint gives it only once)
-        return (_Part._direction(ctx, x) * factor).to(x.dtype), None, None, None
+        (x,) = ctx.saved_tensors  # read once, because a checkpoint gives saved tensors only once
+        return (_BlockNorm._direction(ctx, x) * factor).to(x.dtype), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
-        along = _Part._direction(ctx, *ctx.saved_tensors).conj() * tangent
+        along = _BlockNorm._direction(ctx, *ctx.saved_tensors).conj() * tangent
         return (along.real if along.is_complex() else along).sum(ctx.dims, keepdim=True)
 
 
-class _Merged(Function):
-    """The norm y of norms of blocks, and the factor that the derivatives of all blocks have in common."""
+class _NormOfNorms(Function):
+    """The norm y of the norms of blocks. Its derivative is the factor f that all blocks share: see _BlockNorm."""
 
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, p: float, dims: Sequence[int], wide: torch.dtype | None) -> torch.Tensor:
@@ -225,20 +246,20 @@ class _Merged(Function):
 
     @staticmethod
     def _factor(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        r""":math:`y^{1 - p} \partial y`, and 0 where y is 0, by torch's operators likewise."""
+        r""":math:`f = y^{1 - p} \partial y`, and 0 where y is 0, by torch's own operators, too."""
         p: float = ctx.p
         y: torch.Tensor = ctx.saved_tensors[0]
-        if p == 2:  # (a factor of dy, so that the derivative by dy is 0, too)
+        if p == 2:  # multiplied by dy at last, so that the derivative by dy is 0 there, too
             return dy * y.reciprocal().masked_fill(y == 0, 0)
         return dy * y.pow(1 - p) if p < 1 else (dy / y.pow(p - 1)).masked_fill(y == 0, 0)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _Merged._factor(ctx, dy).expand(ctx.shape), None, None, None
+        return _NormOfNorms._factor(ctx, dy).expand(ctx.shape), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
-        return _Merged._factor(ctx, tangent.sum(ctx.dims, keepdim=True))
+        return _NormOfNorms._factor(ctx, tangent.sum(ctx.dims, keepdim=True))
 
 
 @handles("vector_norm", "linalg")
@@ -266,7 +287,7 @@ def linalg_norm(
         ord, dim = "fro" if ord is None else ord, (-2, -1) if dim is None else dim
     pair = (A.dim() == 2) if dim is None else not isinstance(dim, int) and len(dim) == 2
     if pair and ord not in (None, "fro"):
-        return NotImplemented  # (of the largest column or row, or of singular values)
+        return NotImplemented  # norms of matrices as operators need whole matrices
     judged(func, (A, ord, dim, keepdim), {"dtype": dtype})
     return norm_over(A, 2 if ord in (None, "fro") else ord, dim, keepdim, dtype)
 
