@@ -14,7 +14,6 @@ from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.moving.alignment import entire, part_of
 from distdl.globals.moving.writes_into_plain import split_beside, write
 from distdl.globals.rules.meta_checks import check_range, judge_dtype, judged, shape_of
-from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import Handler, by_name, handles, writes

@@ -1,7 +1,7 @@
-"""Masks: the elements that a split mask chooses, where it is true, and writing there.
+"""Masks: reading and writing the elements of a global tensor where a split mask is true.
 
-How many elements there are follows from values. So the workers tell each other how many each has: one number from each
-worker, and no other message but those that bring x and the mask to the same rows.
+How many elements a mask selects depends on its values. So the workers gather one number each: how many they select. The
+only other messages bring x and the mask to the same rows.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from distdl.partition.sharing import gather_values
 from distdl.tensors.modes import uncounted
 
 
-class _Rows(NamedTuple):
-    """The rows of x at the cells of a mask, which is flat.
+class _MaskedRows(NamedTuple):
+    """A tensor as rows, one row for each cell of a flattened mask.
 
     Attributes:
-        x: of a dim for all cells of the mask, and the dims behind.
-        mask: this worker's, beside its block of x.
-        chosen: the layout of the rows that are chosen.
+        x: the tensor of shape (cells of the mask, *dims behind the mask).
+        mask: the mask of the rows in this worker's block of x, a plain vector.
+        selected: the layout of the selected rows.
     """
 
     x: GlobalTensor
     mask: torch.Tensor
-    chosen: KnownLayout
+    selected: KnownLayout
 
 
-def _rows(x: GlobalTensor, mask: GlobalTensor, name: str) -> _Rows:
-    """x as rows, of which the mask chooses some. The mask covers the first dims of x."""
+def _masked_rows(x: GlobalTensor, mask: GlobalTensor, name: str) -> _MaskedRows:
+    """Flatten the first dims of x, which a mask covers, to rows; bring the mask to the workers of these rows."""
     rest = x.shape[mask.dim() :]
     y = reshaped(x, (mask.numel(), *rest), name)
     layout = y._layout
-    first = layout.context.keep(
+    along_rows = layout.context.keep(
         ("first dim", layout),
         lambda: layout.context.layout(
             layout.partition.workers.reshape(layout.partition.workers.shape[0], -1),
@@ -54,39 +54,52 @@ def _rows(x: GlobalTensor, mask: GlobalTensor, name: str) -> _Rows:
     )
     known: Any = mask.detach()
     flat = reshaped(known, (mask.numel(), 1), name)
-    own = moved(flat, first, name).reshape(-1)
-    return _Rows(y, own, _chosen(layout, own))
+    local_mask = moved(flat, along_rows, name).reshape(-1)
+    return _MaskedRows(y, local_mask, _selected_layout(layout, local_mask))
 
 
-def _chosen(layout: KnownLayout, mask: torch.Tensor) -> KnownLayout:
-    """The layout of what masks choose along the first dim of a tensor."""
-    context = layout.context
-    context.comm.where = "the number of elements that a mask chooses"
-    told = gather_values(context.comm, context.everyone, "the number of elements that a mask chooses", int(mask.sum()))
+def _selected_layout(layout: KnownLayout, mask: torch.Tensor) -> KnownLayout:
+    """The layout of the rows that a mask selects along the first dim. Each selected row stays on its worker.
+
+    Collective: the workers gather how many rows each selects.
+
+    Args:
+        layout: of the tensor from which rows are selected.
+        mask: this worker's part of the mask.
+    """
+    context, name = layout.context, "the number of elements that a mask chooses"
+    context.comm.where = name
+    counts = gather_values(context.comm, context.everyone, name, int(mask.sum()))
     workers = layout.partition.workers
     stop, along = 0, []
     for worker in workers.reshape(workers.shape[0], -1)[:, 0].tolist():
-        start, stop = stop, stop + told[worker]
+        start, stop = stop, stop + counts[worker]
         along.append((start, stop))
     return context.layout(layout.partition.workers, [along, *layout.intervals[1:]])
 
 
 def chosen_by(x: GlobalTensor, mask: GlobalTensor, at: int) -> GlobalTensor:
-    """``x[:, ..., mask]``, with so many dims in front of the mask."""
+    """Return ``x[:, ..., :, mask]``, where ``at`` dims stand in front of the mask. Collective.
+
+    Raises: IndexError if the mask does not have the extents of the dims that it covers.
+    """
     check_mask(x.shape, mask, at)
     dims = range(mask.dim())
-    first = x.movedim([at + dim for dim in dims], list(dims)) if at else x
-    rows = _rows(first, mask, "indexing")
+    mask_first = x.movedim([at + dim for dim in dims], list(dims)) if at else x
+    rows = _masked_rows(mask_first, mask, "indexing")
     block = block_of(rows.x)
-    y = GlobalTensor._of(block[rows.mask].reshape(rows.chosen.local), rows.chosen)
+    y = GlobalTensor._of(block[rows.mask].reshape(rows.selected.local), rows.selected)
     if at:
         y = y.movedim(0, at)
-        y._strides = ()  # (as torch's is contiguous)
+        y._strides = ()  # torch's result is contiguous
     return y
 
 
 def check_mask(shape: Sequence[int], mask: torch.Tensor, at: int) -> None:
-    """Raises: IndexError if a mask has not the extents of the dims that it covers, of a tensor of a shape."""
+    """Check that a mask has the extents of the dims that it covers, beginning with dim ``at`` of a shape.
+
+    Raises: IndexError, with torch's text, if it does not.
+    """
     for dim, n in enumerate(mask.shape):
         if len(shape) <= at + dim or shape[at + dim] != n:
             raise IndexError(
@@ -96,7 +109,12 @@ def check_mask(shape: Sequence[int], mask: torch.Tensor, at: int) -> None:
 
 
 def written_by(x: GlobalTensor, mask: GlobalTensor, value: Any) -> GlobalTensor:
-    """x with other values where a mask, which covers its first dims, is true: one for all rows, or one for each."""
+    """Return x with ``x[mask] = value`` done. The mask covers the first dims of x. x itself is not written.
+
+    Args:
+        value: a number or a tensor that broadcasts to ``x[mask]``: one row for all, or one for each selected row.
+    Raises: IndexError or RuntimeError, as torch does, for a mask or a value that does not fit.
+    """
     check_mask(x.shape, mask, 0)
     rest = x.shape[mask.dim() :]
     while not is_number(value) and value.dim() > len(rest) + 1 and value.shape[0] == 1:
@@ -108,12 +126,15 @@ def written_by(x: GlobalTensor, mask: GlobalTensor, value: Any) -> GlobalTensor:
         check_value(x, value, (1, *rest))
         y: Any = torch.where(over, value.squeeze(0) if value.dim() > len(rest) else value, x)
         return reshaped(y, x.shape)
-    rows = _rows(x, mask, "an assignment")
-    return reshaped(_replaced(rows, value), x.shape)
+    rows = _masked_rows(x, mask, "an assignment")
+    return reshaped(_replace_selected(rows, value), x.shape)
 
 
 def check_value(x: GlobalTensor, value: torch.Tensor, shape: Sequence[int]) -> None:
-    """Raises: RuntimeError, as torch does, if a tensor cannot be written to a part of the given shape."""
+    """Check that a tensor can be written into a part of x that has the given shape.
+
+    Raises: RuntimeError, as torch does, for another dtype or for a shape that does not broadcast.
+    """
     if value.dim() and value.dtype != x.dtype:
         raise RuntimeError(
             f"Index put requires the source and destination dtypes match, got {x.dtype} for the destination and "
@@ -126,32 +147,34 @@ def check_value(x: GlobalTensor, value: torch.Tensor, shape: Sequence[int]) -> N
 
 
 def is_number(value: Any) -> bool:
+    """Whether a value is a Python number or a tensor without dims."""
     return not isinstance(value, torch.Tensor) or not value.dim()
 
 
-def _replaced(rows: _Rows, value: Any) -> GlobalTensor:
-    """Rows with other values, one for each that is chosen."""
-    shape = rows.chosen.extents
+def _replace_selected(rows: _MaskedRows, value: Any) -> GlobalTensor:
+    """Return the rows, in which the selected ones are replaced by those of a value that broadcasts to them."""
+    shape = rows.selected.extents
     check_value(rows.x, value, shape)
-    given = part_of(expanded(value, shape), rows.chosen, "an assignment")
-    block = block_of(rows.x).index_put((rows.mask,), given)
+    local_value = part_of(expanded(value, shape), rows.selected, "an assignment")
+    block = block_of(rows.x).index_put((rows.mask,), local_value)
     return GlobalTensor._of(block, rows.x._layout)
 
 
 @handles("masked_select", "torch Tensor")
 @by_name
 def masked_select(func: Any, input: Any, mask: Any) -> Any:
+    """The elements where the mask is true, as a vector; tensor and mask broadcast to each other. Collective."""
     if mask.dtype is not torch.bool:
         raise RuntimeError("masked_select: expected BoolTensor for mask")
     shape = torch.broadcast_shapes(input.shape, mask.shape)
-    x, chosen = _both(input, mask, shape)
+    x, mask = _expand_both(input, mask, shape)
     if not shape or x._context.comm.imagined:
         return NotImplemented
-    return chosen_by(x, chosen, 0)
+    return chosen_by(x, mask, 0)
 
 
-def _both(x: Any, mask: Any, shape: Sequence[int]) -> tuple[GlobalTensor, GlobalTensor]:
-    """A tensor and its mask, of which one at least is global, as global ones of a shape."""
+def _expand_both(x: Any, mask: Any, shape: Sequence[int]) -> tuple[GlobalTensor, GlobalTensor]:
+    """Expand a tensor and its mask to a shape. At least one is global; the other is split as that one."""
     if type(x) is not GlobalTensor:
         x = split_beside(x, (mask,))
     if type(mask) is not GlobalTensor:
@@ -161,12 +184,15 @@ def _both(x: Any, mask: Any, shape: Sequence[int]) -> tuple[GlobalTensor, Global
 
 @handles("masked_fill masked_fill_", "torch Tensor")
 def masked_fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Element by element. (Torch wants a number: of tensors without dims, a worker without cells has none.)"""
+    """Element by element, but for a tensor, a mask and a value that all have no dims.
+
+    torch's kernel reads the value as a number, and only one worker has it. So ``where`` computes that case.
+    """
 
     def run(input: Any, mask: Any, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.dim():
             return elementwise(func, args, kwargs)
-        if value.is_complex() and not input.is_complex():  # (for torch's error, which depends on the value)
+        if value.is_complex() and not input.is_complex():  # torch's error depends on the value
             torch.zeros(1, dtype=input.dtype).masked_fill(torch.tensor(True), value.item())
         if input.dim() or mask.dim():
             return elementwise(func, args, kwargs)
@@ -179,53 +205,56 @@ def masked_fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 @handles("masked_scatter masked_scatter_", "torch Tensor")
 @with_global_input
 def masked_scatter(func: Any, input: Any, mask: Any, source: Any) -> Any:
-    """The first elements of a source, to where a mask is true."""
+    """Write the first elements of a source, in order, to where the mask is true. Collective.
+
+    Raises: RuntimeError, as torch does, for a mask that is not boolean, or a source with too few elements.
+    """
     in_place = func.__name__.endswith("_")
     if mask.dtype is not torch.bool:
         raise RuntimeError(f"{func.__name__} only supports boolean masks, but got mask with dtype {mask.dtype}")
     if in_place:
-        torch.empty(mask.shape, dtype=mask.dtype, device="meta").expand(input.shape)  # (for torch's error)
+        torch.empty(mask.shape, dtype=mask.dtype, device="meta").expand(input.shape)  # raises torch's error
     shape = torch.broadcast_shapes(input.shape, mask.shape)
     if not shape or input._context.comm.imagined:
         return NotImplemented
-    x, chosen = _both(input, mask, shape)
-    rows = _rows(reshaped(x, (x.numel(),)), reshaped(chosen, (x.numel(),)), func.__name__)
-    count = rows.chosen.extents[0]
+    x, mask = _expand_both(input, mask, shape)
+    rows = _masked_rows(reshaped(x, (x.numel(),)), reshaped(mask, (x.numel(),)), func.__name__)
+    count = rows.selected.extents[0]
     if source.numel() < count:
         raise RuntimeError("masked_scatter: expected self and source to have the same number of elements")
-    y = reshaped(_replaced(rows, source.reshape(-1)[:count]), shape)
+    y = reshaped(_replace_selected(rows, source.reshape(-1)[:count]), shape)
     return write_back(input, y, func.__name__) if in_place else y
 
 
 @handles("nonzero argwhere", "torch Tensor")
 @by_name
 def nonzero(func: Any, input: Any, *, as_tuple: bool = False) -> Any:
-    """The places of all elements that are not zero, one in each row."""
+    """The indices of all nonzero elements, one row each; or a tuple of one vector for each dim. Collective."""
     if not input.dim() or input._context.comm.imagined:
         return NotImplemented
-    places = where_true(input)
-    return places.unbind(1) if as_tuple else places
+    indices = _nonzero_indices(input)
+    return indices.unbind(1) if as_tuple else indices
 
 
 @handles("where", "torch Tensor")
 def where(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Element by element; with a condition alone, it is nonzero."""
+    """``where(condition, x, y)``, element by element; ``where(condition)`` is ``nonzero(as_tuple=True)``."""
     if len(args) + len(kwargs) > 1:
         return elementwise(func, args, kwargs)
     (condition,) = (*args, *kwargs.values())
     return condition.nonzero(as_tuple=True)
 
 
-def where_true(x: GlobalTensor) -> GlobalTensor:
-    """The places, one in each row."""
+def _nonzero_indices(x: GlobalTensor) -> GlobalTensor:
+    """The indices of all nonzero elements, one row each; each row lies on the worker of its element. Collective."""
     shape = x.shape
     known: Any = x.detach()
     flat = reshaped(known, (x.numel(),), "nonzero")
     layout, context = flat._layout, flat._context
-    own = block_of(flat) != 0
-    numbers = own.nonzero().reshape(-1) + layout.box[0][0]
-    places = torch.stack(torch.unravel_index(numbers, shape), 1)
-    chosen = _chosen(layout, own)
+    local_mask = block_of(flat) != 0
+    flat_indices = local_mask.nonzero().reshape(-1) + layout.box[0][0]
+    indices = torch.stack(torch.unravel_index(flat_indices, shape), 1)
+    selected = _selected_layout(layout, local_mask)
     workers = layout.partition.workers[:, None]
-    target = context.layout(workers, [chosen.intervals[0], ((0, len(shape)),)])
-    return GlobalTensor._of(places.reshape(target.local), target)
+    target = context.layout(workers, [selected.intervals[0], ((0, len(shape)),)])
+    return GlobalTensor._of(indices.reshape(target.local), target)

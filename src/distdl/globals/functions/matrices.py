@@ -1,4 +1,4 @@
-"""Functions of small matrices, of which a global tensor has many: each worker computes those that it holds whole."""
+"""Linear algebra of batches of small matrices: each worker computes the matrices that it holds whole."""
 
 from __future__ import annotations
 
@@ -31,47 +31,49 @@ from distdl.tensors.connection import zeros_on
 )
 @handles("eig matrix_rank cond", "linalg")
 def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of each matrix by itself: matrices are whole, the dims in front of them are split. A single one falls back."""
+    """Apply a function of one matrix to each matrix of a batch. The matrices become whole, the batch dims are split.
+
+    A single matrix falls back, and so do other tensors among the arguments and results without elements.
+    """
     name, x, rest = func.__name__, args[0] if args else None, args[1:]
     if type(x) is not GlobalTensor or x.dim() < 3 or not x.numel() or tensors_in((rest, kwargs)):
         return fall_back(func, args, kwargs)
     layout = pencils(x._layout, [x.dim() - 2, x.dim() - 1])
     context = layout.context
-    matrix = _simple(tuple(x.shape[-2:]), x.dtype).to(x.device)
+    sample = _sample_matrix(tuple(x.shape[-2:]), x.dtype).to(x.device)
 
     def describe() -> tuple[Any, list[Shape]]:
-        """The type of the result, and the shape that each tensor of it has for one matrix; none if one has no cells."""
+        """The type of the result, and the shape of each tensor in it for one matrix; no shapes if one is empty."""
         with torch.no_grad():
-            y = func(matrix[None], *rest, **kwargs)
+            y = func(sample[None], *rest, **kwargs)
         kind = None if isinstance(y, torch.Tensor) else type(y)
         found = [y] if kind is None else list(y)
         return kind, [tuple(one.shape[1:]) for one in found] if all(one.numel() for one in found) else []
 
-    key = ("of each matrix", func, x.device.type, matrix.shape, x.dtype, frozen(rest), frozen(kwargs))
+    key = ("of each matrix", func, x.device.type, sample.shape, x.dtype, frozen(rest), frozen(kwargs))
     kind, shapes = context.keep(key, describe)
-    if not shapes:  # a result without cells, such as Q of an empty matrix, does not follow from each matrix
+    if not shapes:  # an empty result, such as Q of an empty matrix, does not follow from each matrix
         return fall_back(func, args, kwargs)
     block = moved(x, layout, name)
     active = block.numel() > 0
-    given = block if active else zeros_on(block, (1, *matrix.shape)) + matrix
-    y = _alike(context, name, lambda: func(given, *rest, **kwargs))
+    matrices = block if active else zeros_on(block, (1, *sample.shape)) + sample
+    y = _raise_everywhere(context, name, lambda: func(matrices, *rest, **kwargs))
     made = []
     for one, shape in zip([y] if kind is None else y, shapes, strict=True):
-        target = _of_matrices(layout, shape)
+        target = _batch_layout(layout, shape)
         made.append(GlobalTensor._of(one if active else zeros_on(one, target.local), target))
     return made[0] if kind is None else kind(tuple(made))
 
 
-def _simple(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """A matrix of which every function has a derivative: its eigenvalues and singular values differ."""
+def _sample_matrix(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """A diagonal matrix at which every function here has a derivative: all eigenvalues and singular values differ."""
     return (torch.eye(*shape) * torch.arange(1, shape[1] + 1)).to(dtype)
 
 
-def _alike(context: Context, name: str, compute: Callable[[], Any]) -> Any:
-    """What each worker computes of its own matrices.
+def _raise_everywhere(context: Context, name: str, compute: Callable[[], Any]) -> Any:
+    """Return what this worker computes of its own matrices. Collective for functions that refuse some matrices.
 
-    Raises: on every worker what torch raises on one that it refuses the numbers of (of a singular matrix, say), a
-        LinAlgError or another RuntimeError.
+    Raises: LinAlgError or RuntimeError on every worker, if torch raises it on one, say for a singular matrix.
     """
     if name.removeprefix("linalg_") not in _REFUSING or context.comm.imagined:
         return compute()
@@ -81,22 +83,23 @@ def _alike(context: Context, name: str, compute: Callable[[], Any]) -> Any:
     except RuntimeError as error:
         problem = error
     mine = None if problem is None else (isinstance(problem, LinAlgError), str(problem))
-    told = gather_values(context.comm, context.everyone, name, mine)
-    for worker, one in zip(context.everyone, told, strict=True):
+    problems = gather_values(context.comm, context.everyone, name, mine)
+    for worker, one in zip(context.everyone, problems, strict=True):
         if one is not None:
             kind = LinAlgError if one[0] else RuntimeError
             raise kind(f"{name} of a global tensor, on worker {worker}: {one[1]}") from problem
     return y
 
 
+# functions that raise for the values of some matrices
 _REFUSING = {
     "inv", "inverse", "cholesky", "eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pinv", "pinverse",
     "matrix_power", "matrix_rank", "cond", "solve", "inv_ex", "cholesky_ex", "lu_factor", "lu_factor_ex",
 }  # fmt: skip
 
 
-def _of_matrices(layout: KnownLayout, shape: Shape) -> KnownLayout:
-    """The layout of what has these dims in the place of the last two, which are whole."""
+def _batch_layout(layout: KnownLayout, shape: Shape) -> KnownLayout:
+    """The layout of a batch of results of this shape, from the layout of the batch of matrices."""
     context = layout.context
 
     def make() -> KnownLayout:
@@ -107,35 +110,38 @@ def _of_matrices(layout: KnownLayout, shape: Shape) -> KnownLayout:
     return context.keep(("of matrices", layout, shape), make)
 
 
-@handles("solve", "linalg")
-@handles("solve_triangular", "linalg")
+@handles("solve solve_triangular", "linalg")
 @by_name
 def solve(func: Any, A: Any, B: Any, **options: Any) -> Any:
-    """The solutions of small systems of equations; each is solved where its matrix is whole.
+    """Solve small systems of equations, each on a worker that has its whole matrix.
 
-    Of one system, too, the right sides are split: each has a solution of its own.
+    The batch dims are split, and also the columns of B, since each column has a solution of its own.
     """
     vectors = func is torch.linalg.solve and (B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]))
     if max(A.dim(), B.dim()) < 2 or not A.numel() or not B.numel():
         return NotImplemented
     if not (A.is_floating_point() or A.is_complex()):
-        func(*(torch.zeros(1, 1, dtype=one.dtype) for one in (A, B)), **options)  # (for torch's error)
+        func(*(torch.zeros(1, 1, dtype=one.dtype) for one in (A, B)), **options)  # raises torch's error
     if vectors:
         return _solve(func, A, B.unsqueeze(-1), options).squeeze(-1)
     return _solve(func, A, B, options)
 
 
 def _solve(func: Callable[..., torch.Tensor], A: Any, B: Any, options: dict[str, Any]) -> Any:
-    if B.dim() < A.dim():  # (as many dims as A, or torch takes it for vectors where the shapes of blocks fit)
+    """Solve A X = B, or X A = B with ``left=False``, for matrices B."""
+    if B.dim() < A.dim():  # with fewer dims than A, torch might take blocks of B for vectors
         B = B.reshape((1,) * (A.dim() - B.dim()) + tuple(B.shape))
     judged(func, (A, B), options)
     left = options.get("left", True)
-    # (A is square; what it meets of B is whole, and so is what it makes of it)
-    pair = [(*_batch(A), "met", "made"), (*_batch(B), "met", "free") if left else (*_batch(B), "free", "met")]
+    # both dims of A are whole, so the labels "row" of B and "solution" of X are, too; columns are split
+    labels = [
+        (*_batch_labels(A), "row", "solution"),
+        (*_batch_labels(B), "row", "column") if left else (*_batch_labels(B), "column", "row"),
+    ]
     front = range(max(A.dim(), B.dim()) - 2, 0, -1)
-    out = (*front, "made", "free") if left else (*front, "free", "made")
-    work = work_on([A, B], pair, out, adds=False, whole=["made"])
-    return _solved(work, lambda a, b: func(a, b, **options), [A, B], func.__name__)
+    out = (*front, "solution", "column") if left else (*front, "column", "solution")
+    work = work_on([A, B], labels, out, adds=False, whole=["solution"])
+    return _solve_blocks(work, lambda a, b: func(a, b, **options), [A, B], func.__name__)
 
 
 @handles("triangular_solve", "torch Tensor")
@@ -143,7 +149,7 @@ def _solve(func: Callable[..., torch.Tensor], A: Any, B: Any, options: dict[str,
 def triangular_solve(
     func: Any, input: Any, A: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> Any:
-    """The older name, which gives the matrices of the systems, too."""
+    """``solve_triangular`` under its older name, which also returns a copy of the matrices."""
     if input.dim() < 2 or A.dim() < 2 or not input.numel() or not A.numel():
         return NotImplemented
     matrices, upper = (A.mT, not upper) if transpose else (A, upper)
@@ -155,26 +161,28 @@ def triangular_solve(
 @handles("cholesky_solve", "torch Tensor")
 @by_name
 def cholesky_solve(func: Any, input: Any, input2: Any, upper: bool = False) -> Any:
-    """The same where the triangles of the matrices are known."""
+    """Solve systems whose matrices are given by their Cholesky factors ``input2``, for right-hand sides ``input``."""
     if max(input.dim(), input2.dim()) < 2:
         return NotImplemented
-    return solve(_of_triangles, (input2, input), {"upper": upper})
+    return solve(_cholesky_solve, (input2, input), {"upper": upper})
 
 
-def _of_triangles(A: torch.Tensor, B: torch.Tensor, upper: bool) -> torch.Tensor:
+def _cholesky_solve(A: torch.Tensor, B: torch.Tensor, upper: bool) -> torch.Tensor:
+    """``torch.cholesky_solve`` with its first two arguments in the order of ``solve``."""
     return torch.cholesky_solve(B, A, upper)
 
 
-def _batch(x: Any) -> list[int]:
-    """Labels of the dims in front of the matrices, counted from these."""
+def _batch_labels(x: Any) -> list[int]:
+    """Labels of the batch dims, counted backward from the matrices, as in broadcasting."""
     return list(range(x.dim() - 2, 0, -1))
 
 
-def _solved(work: Work, func: Callable[..., torch.Tensor], operands: Sequence[Any], name: str) -> GlobalTensor:
-    """What each worker solves; one without cells solves the equations of the identity."""
+def _solve_blocks(work: Work, func: Callable[..., torch.Tensor], operands: Sequence[Any], name: str) -> GlobalTensor:
+    """Solve this worker's systems. A worker without any solves one with the identity, to have the same graph."""
     parts = work.parts(operands, name)
     if 0 not in work.partial and all(one.numel() for one in parts):
-        return work.finish(_alike(work.context, name, lambda: func(*parts)), name)
+        return work.finish(_raise_everywhere(work.context, name, lambda: func(*parts)), name)
     a, b = (zeros_on(one, need.least) for one, need in zip(parts, work.needs, strict=True))
-    y = _alike(work.context, name, lambda: func(a + torch.eye(a.shape[-1], dtype=a.dtype, device=a.device), b))
+    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    y = _raise_everywhere(work.context, name, lambda: func(a + identity, b))
     return work.finish(zeros_on(y, work.partial), name)

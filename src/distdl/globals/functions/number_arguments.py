@@ -1,4 +1,4 @@
-"""Numbers that a model has computed: sizes, dims, counts and offsets that are tensors of one element."""
+"""Arguments that torch wants as numbers: sizes, dims, counts and offsets that a model gives as one-element tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import TABLE, Handler, named
 from distdl.tensors.modes import uncounted
 
-# functions of one tensor, or of one list of tensors: what else they get are numbers
-_OF_ONE = """
+# functions of one tensor, or of one list of tensors, whose other arguments are numbers
+_ONE_TENSOR = """
     reshape view flatten unflatten squeeze unsqueeze permute transpose swapaxes swapdims movedim moveaxis expand
     broadcast_to repeat tile roll flip rot90 select narrow split chunk split_with_sizes hsplit vsplit dsplit unbind tril
     triu diagonal diag diagflat diag_embed new_zeros new_ones new_full new_empty one_hot topk kthvalue sort argsort sum
@@ -26,30 +26,30 @@ _OF_ONE = """
     as_strided avg_pool1d avg_pool2d avg_pool3d
 """
 _TRANSFORMS = "fft ifft rfft irfft hfft ihfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn"
-# what functions that are written in Python call of a plain tensor, where only the numbers are global
+# operators that torch's Python functions call for a plain tensor; there only the numbers may be global
 _COMPILED = """
     pad im2col col2im upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
     upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d
     _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa adaptive_avg_pool2d adaptive_avg_pool3d
     adaptive_max_pool2d adaptive_max_pool3d
 """
-# functions of numbers alone
-_OF_NONE = "zeros ones full empty eye"
+# functions without a tensor among their arguments
+_NO_TENSOR = "zeros ones full empty eye"
 
-
+# names of the arguments that are tensors, in functions of one tensor
 _TENSORS = frozenset(["input", "tensor", "tensors"])
-# values that are no tensors and hold none
+# types that are no tensors and hold none
 _PLAIN = frozenset([int, float, bool, str, type(None), torch.dtype, torch.Size])
 
 
 def _check_taken(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that torch takes tensors that require a gradient where it wants numbers, as few functions do.
+    """Check that torch takes tensors that require a gradient where it wants numbers. Few functions do.
 
     Raises: TypeError, on every worker, if it does not.
     """
 
     def without_values(one: torch.Tensor) -> torch.Tensor:
-        if one.numel() == 1 and one.requires_grad:  # (what a function in Python asks of a number)
+        if one.numel() == 1 and one.requires_grad:  # torch's functions in Python read the value of such a number
             return torch.ones(one.shape, dtype=one.dtype, requires_grad=True)
         return torch.empty(one.shape, dtype=one.dtype, device="meta")
 
@@ -59,12 +59,12 @@ def _check_taken(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             func(*given, **named)
     except TypeError:
         raise
-    except Exception:  # (torch may need values)
+    except Exception:  # the samples lack values that torch may need
         return
 
 
-def _is_curved(value: Any) -> bool:
-    """Whether a tensor is in the place of a number that requires a gradient."""
+def _requires_grad(value: Any) -> bool:
+    """Whether a value is or holds a tensor that requires a gradient."""
     return any(one.requires_grad for one in tensors_in((value,)))
 
 
@@ -75,20 +75,21 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def with_numbers_at(handler: Handler, function: Callable[..., Any], of_one: bool = False) -> Handler:
-    """A handler that gets numbers in the place of tensors of one element, where torch wants no tensor.
+def with_numbers_at(handler: Handler, function: Callable[..., Any], one_tensor: bool = False) -> Handler:
+    """A handler that gets the values of one-element tensors where torch's function wants numbers.
 
-    Where that is, is asked of torch at the first call: to read all signatures would make imports slow.
+    Which arguments these are is read from the function's signatures at the first call, because that takes time.
 
     Args:
-        of_one: whether all arguments but the first are numbers.
+        function: whose signatures are read.
+        one_tensor: whether all arguments but the first are numbers, so that no signature is needed.
     """
 
     @wraps(handler)
     def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count = len(args)
         places, names = (
-            numbers_of(function) if not of_one else (range(1, count), kwargs.keys() - _TENSORS if kwargs else ())
+            (range(1, count), kwargs.keys() - _TENSORS if kwargs else ()) if one_tensor else numbers_of(function)
         )
         found = [at for at in places if at < count and type(args[at]) not in _PLAIN and _has_tensors(args[at])]
         given = kwargs and [name for name in names if name in kwargs and _has_tensors(kwargs[name])]
@@ -96,7 +97,7 @@ def with_numbers_at(handler: Handler, function: Callable[..., Any], of_one: bool
             return handler(func, args, kwargs)
         args = tuple(map_tensors(one, number) if at in found else one for at, one in enumerate(args))
         kwargs = {name: map_tensors(one, number) if name in given else one for name, one in kwargs.items()}
-        if any(_is_curved(args[at]) for at in found) or any(_is_curved(kwargs[name]) for name in given):
+        if any(_requires_grad(args[at]) for at in found) or any(_requires_grad(kwargs[name]) for name in given):
             _check_taken(func, args, kwargs)
         is_split = GlobalTensor in map(type, tensors_in((args, kwargs)))
         return handler(func, args, kwargs) if is_split else func(*args, **kwargs)
@@ -104,25 +105,25 @@ def with_numbers_at(handler: Handler, function: Callable[..., Any], of_one: bool
     return run
 
 
-def _of_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """A tensor that is the same on every worker."""
+def _new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A new plain tensor, the same on every worker, whose sizes or values are given as tensors."""
     given, named = map_tensors((args, kwargs), number)
-    with torch._C.DisableTorchFunctionSubclass():  # (torch refuses what is no number)
+    with torch._C.DisableTorchFunctionSubclass():  # torch raises its error where a tensor is left
         plain: torch.Tensor = func(*given, **named)
     return plain
 
 
 def install() -> None:
-    """Let the handlers of these functions get numbers, and those of numbers alone have one.
+    """Wrap the handlers in the table so that they get numbers, and enter one for functions of numbers alone.
 
-    And of all others, where their signatures say that they want numbers. (Functions of elements see to it.)
+    The handler of elementwise functions asks for numbers itself.
     """
     compiled = [*(getattr(torch._C._nn, name) for name in _COMPILED.split()), torch.affine_grid_generator]
     for function in compiled:
         TABLE.setdefault(function, TABLE[None])
-    of_one = frozenset([*named(_OF_ONE), *named(_TRANSFORMS, "fft"), *compiled])
+    one_tensor = frozenset([*named(_ONE_TENSOR), *named(_TRANSFORMS, "fft"), *compiled])
     for function, handler in [*TABLE.items()]:
-        if callable(function) and (function in of_one or handler is not elementwise):
-            TABLE[function] = with_numbers_at(handler, function, function in of_one)
-    for function in named(_OF_NONE, "torch"):
-        TABLE[function] = _of_numbers
+        if callable(function) and (function in one_tensor or handler is not elementwise):
+            TABLE[function] = with_numbers_at(handler, function, function in one_tensor)
+    for function in named(_NO_TENSOR, "torch"):
+        TABLE[function] = _new_tensor
