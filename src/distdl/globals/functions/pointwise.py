@@ -1,4 +1,4 @@
-"""Functions of each element by itself: on blocks, once the operands lie on the same workers."""
+"""Elementwise functions: torch's function of the blocks, once the operands lie on the same workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distdl.globals.tensor.table import TABLE, handles, name_of, named, writes
 from distdl.globals.views.aliasing import check_written, note_written
 from distdl.globals.views.strides import keep_order, lies_in, note_format, whole_view
 
-# (in place, those that torch has as functions, too: the methods of tensors are entered with their names without _)
+# names of functions in place stand here if torch has them as functions, too; methods in place are found by _enter_names
 _NAMES = """
 abs absolute acos arccos acosh arccosh add addcdiv addcmul angle asin arcsin asinh arcsinh atan arctan atanh arctanh
 atan2 arctan2 bitwise_not bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift ceil clamp clip
@@ -54,85 +54,85 @@ _RETURN_THEIR_ARGUMENT = frozenset([
 def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply a function element by element; in place, if it writes into its first argument.
 
-    The operands broadcast to each other as in torch. Where they lie on other workers than the largest of them, they
-    come to it; where the function writes in place, they come to its first argument.
+    The operands broadcast to each other as in torch. They come to the workers of the largest operand, or, if the
+    function writes in place, to those of its first argument.
     """
     first = args[0] if args else None
-    if type(first) is GlobalTensor:
-        if "_strides" in first.__dict__ and 0 in first._strides and writes(func, kwargs):
-            check_written(first, name_of(func))
-        if len(args) == 1 and not kwargs:
-            block = block_of(first)
-            y = func(block)
-            if type(y) is torch.Tensor and y is not block:
-                made = GlobalTensor._of(y, first._layout, block)
-            else:
-                made = result_of(func, first, y, (first,))
-            if "_strides" in first.__dict__:
-                keep_order((first,), made, func)
-            return made
-        if _lie_alike(func, args, kwargs):
-            blocks = [block_of(one) if type(one) is GlobalTensor else one for one in args]
-            try:
-                y = func(*blocks, **kwargs)
-            except RuntimeError as error:
-                if not _overlaps(error):
-                    raise
-                y = _of_copies(func, blocks, kwargs)
-            made = result_of(func, first, y, (first,))
-            if "_strides" in first.__dict__:
-                keep_order(args, made, func)
-            return made
-        if not any(isinstance(one, torch.Tensor) for one in (*args[1:], *kwargs.values())):
-            if kwargs and kwargs.get("memory_format") is not None:
-                return _in_format(func, first, args[1:], kwargs)
-            made = result_of(func, first, func(block_of(first), *args[1:], **kwargs), (first,))
-            if "_strides" in first.__dict__:
-                keep_order((first,), made, func)
-            return made
-    return _of_operands(func, args, kwargs)
+    if type(first) is not GlobalTensor:
+        return _align_and_apply(func, args, kwargs)
+    if "_strides" in first.__dict__ and 0 in first._strides and writes(func, kwargs):
+        check_written(first, name_of(func))
+    operands: Sequence[Any] = (first,)
+    if len(args) == 1 and not kwargs:
+        block = block_of(first)
+        y = func(block)
+        if type(y) is torch.Tensor and y is not block:
+            made = GlobalTensor._of(y, first._layout, block)
+        else:
+            made = result_of(func, first, y, operands)
+    elif _lie_alike(func, args, kwargs):
+        blocks = [block_of(one) if type(one) is GlobalTensor else one for one in args]
+        try:
+            y = func(*blocks, **kwargs)
+        except RuntimeError as error:
+            if not _overlaps(error):
+                raise
+            y = _apply_to_clones(func, blocks, kwargs)
+        made, operands = result_of(func, first, y, operands), args
+    elif any(isinstance(one, torch.Tensor) for one in (*args[1:], *kwargs.values())):
+        return _align_and_apply(func, args, kwargs)
+    elif kwargs and kwargs.get("memory_format") is not None:
+        return _in_format(func, first, args[1:], kwargs)
+    else:
+        made = result_of(func, first, func(block_of(first), *args[1:], **kwargs), operands)
+    if "_strides" in first.__dict__:
+        keep_order(operands, made, func)
+    return made
 
 
-def _of_operands(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of operands that broadcast to each other, and may lie on different workers."""
+def _align_and_apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply an elementwise function to operands that broadcast to each other and may lie on different workers."""
     wanted = number_parameters.numbers_of(func)
-    if wanted.places or wanted.names:  # (a worker without cells would have no value that torch takes)
+    if wanted.places or wanted.names:  # torch reads these as numbers, and a worker without cells has no value
         args = tuple(number(x) if type(x) is GlobalTensor and at in wanted.places else x for at, x in enumerate(args))
         kwargs = {n: number(x) if type(x) is GlobalTensor and n in wanted.names else x for n, x in kwargs.items()}
         if GlobalTensor not in map(type, (*args, *kwargs.values())):
             return func(*args, **kwargs)
-    named_tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
-    operands = [*args, *(kwargs[name] for name in named_tensors)]
-    whole = [one for one in operands if type(one) is GlobalTensor]
-    context = whole[0]._context
+    names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
+    operands = [*args, *(kwargs[name] for name in names)]
+    global_operands = [one for one in operands if type(one) is GlobalTensor]
+    context = global_operands[0]._context
     lead = 0 if writes(func, kwargs) else None
     if lead == 0 and not (args and type(args[0]) is GlobalTensor):
         return write(func, args, kwargs, args[0] if args else None, (args, kwargs))
-    target, found = aligned(context, operands, lead, name_of(func))
-    given, rest = found[: len(args)], found[len(args) :]
-    named = {**kwargs, **dict(zip(named_tensors, rest, strict=True))}
+    target, parts = aligned(context, operands, lead, name_of(func))
+
+    def arguments(values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments and keyword arguments of the call, with these values in the places of its operands."""
+        return values[: len(args)], {**kwargs, **dict(zip(names, values[len(args) :], strict=True))}
+
+    local_args, local_kwargs = arguments(parts)
     try:
-        y = func(*given, **named)
+        y = func(*local_args, **local_kwargs)
     except (RuntimeError, TypeError) as error:
         if target.rulers or target.active:
             if not _overlaps(error):
                 raise
-            y = _of_copies(func, given, named)
-        else:  # (what stands for a number has to be one)
-            numbers = numbers_of(context, operands, found)
-            given, rest = numbers[: len(args)], numbers[len(args) :]
-            y = func(*given, **{**kwargs, **dict(zip(named_tensors, rest, strict=True))}).reshape(1)[:0]
-            y = y if lead is None else found[0].add_(y)
-    made = result_of(func, whole[0], y, whole, target)
+            y = _apply_to_clones(func, local_args, local_kwargs)
+        else:  # the result has no dims and lies elsewhere; torch wants numbers where this worker has empty tensors
+            local_args, local_kwargs = arguments(numbers_of(context, operands, parts))
+            y = func(*local_args, **local_kwargs).reshape(1)[:0]
+            y = y if lead is None else parts[0].add_(y)
+    made = result_of(func, global_operands[0], y, global_operands, target)
     keep_order(operands, made, func)
     return made
 
 
 def _lie_alike(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call has several tensors, all by position, and they lie on the same workers.
+    """Whether a call has several tensors, all global, by position and in one layout, so that it takes their blocks.
 
-    Of those without dims one worker alone has the block, and one that is a number for the function comes to every
-    worker.
+    It does not where torch wants a number in the place of a tensor: every worker needs that value. Nor does a worker
+    without a block of tensors without dims.
     """
     layout = args[0]._layout
     if len(args) == 2 and not kwargs and layout.rulers:
@@ -146,21 +146,27 @@ def _lie_alike(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 def _overlaps(error: Exception) -> bool:
-    """Whether torch refuses to read where it writes. (Who keeps an error that it raises keeps what it refers to.)"""
+    """Whether torch's error says that a function reads memory which it writes."""
     return "input tensor and the written-to tensor refer to a single memory" in str(error)
 
 
-def _of_copies(func: Callable[..., Any], given: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a function makes of blocks, of which it cannot read some where it writes: of copies.
+def _apply_to_clones(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Apply a function in place, reading clones of the other blocks, which overlap with the one that it writes.
 
-    Torch refuses that, but only the workers whose blocks have cells there would see it.
+    Only workers whose blocks have cells there see torch's error. So the call is made to work on all of them.
     """
-    copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in given[1:]]
-    return func(given[0], *copies, **kwargs)
+    clones = [one.clone() if isinstance(one, torch.Tensor) else one for one in args[1:]]
+    return func(args[0], *clones, **kwargs)
 
 
 def result_of(func: Callable[..., Any], like: GlobalTensor, y: Any, operands: Any, layout: Any = None) -> Any:
-    """The global tensor of a block; the operand itself, if that was written in place."""
+    """Make a block that a function has returned global; return the operand whose block it is, if it is one's.
+
+    Args:
+        like: the tensor whose layout the result has, if no layout is given.
+        y: a block, or a structure of blocks.
+        operands: the global tensors among the arguments. One that is returned counts as written, but for conversions.
+    """
     for one in operands:
         if y is one._block:
             if name_of(func) not in _RETURN_THEIR_ARGUMENT:
@@ -172,7 +178,7 @@ def result_of(func: Callable[..., Any], like: GlobalTensor, y: Any, operands: An
 
 
 def _in_format(func: Callable[..., Any], x: GlobalTensor, rest: Sequence[Any], kwargs: dict[str, Any]) -> GlobalTensor:
-    """What a function gives in an order of memory: x itself only if the whole of it lies so, not if a block does."""
+    """Apply a function with a memory format. It returns x itself only if the whole tensor, not just a block, has it."""
     block, wanted = block_of(x), kwargs["memory_format"]
     y = func(block, *rest, **kwargs)
     if y is block:
@@ -185,12 +191,13 @@ def _in_format(func: Callable[..., Any], x: GlobalTensor, rest: Sequence[Any], k
 
 
 def _enter_names() -> None:
+    """Enter all elementwise functions, and the methods in place that go with them."""
     for name in _NAMES.split():
         try:
             for function in named(name):
                 TABLE[function] = elementwise
         except LookupError:
-            continue  # (another version of torch)
+            continue  # this version of torch does not have it
         if not name.endswith("_") and hasattr(torch.Tensor, f"{name}_"):
             TABLE.setdefault(getattr(torch.Tensor, f"{name}_"), elementwise)
 
@@ -200,23 +207,23 @@ _enter_names()
 
 @handles("contiguous", "Tensor")
 def contiguous(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """The tensor itself, or a copy: on every worker what it is in torch."""
+    """The tensor itself, or a copy: on every worker what torch would return for the whole tensor."""
     return _in_format(func, args[0], (), {"memory_format": torch.contiguous_format, **kwargs})
 
 
 @handles("detach", "torch Tensor")
 def detached(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """The same memory, without a graph."""
+    """A view without a graph."""
     (x,) = args
     return whole_view(x, block_of(x).detach())
 
 
 @handles("to type_as long int short char byte")
 def convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another dtype or device; those of another tensor, of which only these are read."""
+    """Convert to another dtype or device, or to those of another tensor, whose values are not read."""
     x, *rest = args
-    rest, kwargs = [_own(one) for one in rest], {name: _own(one) for name, one in kwargs.items()}
-    if type(x) is not GlobalTensor:  # a plain tensor of the dtype of a global one (whose block tells no origin then)
+    rest, kwargs = [_local(one) for one in rest], {name: _local(one) for name, one in kwargs.items()}
+    if type(x) is not GlobalTensor:  # only the dtype is read: the result must not count as made from the block
         rest, kwargs = map_tensors((rest, kwargs), torch.Tensor.detach)
         return func(x, *rest, **kwargs)
     if kwargs.get("memory_format") is not None:
@@ -229,16 +236,16 @@ def convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return made
 
 
-def parsed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def parse_to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The dtype and device that ``module.to(x)`` reads."""
-    return func(*map(_own, args), **{name: _own(one) for name, one in kwargs.items()})
+    return func(*map(_local, args), **{name: _local(one) for name, one in kwargs.items()})
 
 
-TABLE[torch._C._nn._parse_to] = parsed
+TABLE[torch._C._nn._parse_to] = parse_to
 
 
-def _own(value: Any) -> Any:
-    """What this worker has of a tensor: a plain one. Other values as they are."""
+def _local(value: Any) -> Any:
+    """This worker's block of a global tensor, and the plain tensor of a replica. Other values as they are."""
     if type(value) is GlobalTensor:
         return value._block
     return plain_of(value) if isinstance(value, torch.Tensor) else value
