@@ -1,8 +1,8 @@
 """Random functions of plain tensors while a distributed model runs: every worker draws the same.
 
-A plain tensor is the same on every worker, but workers that are threads share torch's generator, and those that are
-processes may have other seeds. So ``torch.rand(x.shape)`` in a model's code draws by what random functions of global
-tensors draw by: the seed on which the workers have agreed, and how many calls there were.
+A plain tensor is to be the same on every worker. But workers that are threads share torch's generator, and workers that
+are processes may have different seeds. So ``torch.rand(x.shape)`` in a model's code draws as random functions of global
+tensors do: from the seed on which the workers have agreed, and the count of random calls.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _TAKE_GENERATOR = {
     torch.Tensor.multinomial,
 }  # fmt: skip
 _OURS = frozenset([GlobalTensor, Replica, torch.Tensor, torch.nn.Parameter])
-_DRAWN = {func for func, handler in TABLE.items() if getattr(handler, "__module__", "") == random.__name__}
+_HANDLED = {func for func, handler in TABLE.items() if getattr(handler, "__module__", "") == random.__name__}
 
 
-class _Here(threading.local):
-    context: Context | None = None  # of the innermost that is on
+class _ThreadState(threading.local):
+    context: Context | None = None  # of the innermost Drawing that is on
 
 
-_here = _Here()
+_thread = _ThreadState()
 
 
 class _Drawn:
@@ -46,7 +46,10 @@ class _Drawn:
 
 
 class Drawing(TorchFunctionMode):
-    """While this is on, random functions of plain tensors draw the same on every worker. Costs 1 to 2 us a call."""
+    """While this is on, random functions of plain tensors draw the same on every worker. Costs 1 to 2 us a call.
+
+    A function that is given a generator draws from it, as in torch.
+    """
 
     def __init__(self, context: Context) -> None:
         super().__init__()
@@ -54,24 +57,24 @@ class Drawing(TorchFunctionMode):
         self._around: Context | None = None
 
     def __enter__(self) -> Drawing:
-        self._around, _here.context = _here.context, self.context
+        self._around, _thread.context = _thread.context, self.context
         super().__enter__()
         return self
 
     def __exit__(self, *problem: Any) -> None:
-        _here.context = self._around
+        _thread.context = self._around
         super().__exit__(*problem)
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if GlobalTensor in types and _is_next(types):  # (without the way through torch once more)
+        if GlobalTensor in types and _is_next(types):  # saves torch's second dispatch
             return GlobalTensor.__torch_function__(func, types, args, kwargs)
         kwargs = kwargs or {}
-        drawn = func in _DRAWN
-        if (drawn or func in _TAKE_GENERATOR) and GlobalTensor not in types and kwargs.get("generator") is None:
+        handled = func in _HANDLED
+        if (handled or func in _TAKE_GENERATOR) and GlobalTensor not in types and kwargs.get("generator") is None:
             self.context.own(_Drawn).plain = True
-            if drawn:
+            if handled:
                 return of_copies(func, args, kwargs, self.context)
             device = _device(args, kwargs)
             if device.type != "meta":
@@ -82,39 +85,42 @@ class Drawing(TorchFunctionMode):
 
 
 def _is_next(types: Sequence[type]) -> bool:
-    """Whether torch would ask global tensors next what a function of such tensors is."""
-    enabled = torch._C._is_torch_function_enabled() and not torch._C._len_torch_function_stack()  # (no other mode)
+    """Whether torch would call the dispatch of global tensors next: no other mode is on, and no foreign type there."""
+    enabled = torch._C._is_torch_function_enabled() and not torch._C._len_torch_function_stack()
     return enabled and _OURS.issuperset(types)
 
 
 def drawn_by() -> Context | None:
-    """Of which world plain tensors draw here; None if they draw from torch's generator."""
-    return _here.context
+    """The context by which plain tensors of this thread draw now; None if they draw from torch's generator."""
+    return _thread.context
 
 
 @contextmanager
 def drawing(context: Context | None) -> Iterator[None]:
-    """In which plain tensors draw as where :func:`drawn_by` has given this."""
-    # (also where one is on: in a backward that was called under it, torch has taken it off)
+    """Let plain tensors draw by a context that :func:`drawn_by` has returned before; None changes nothing.
+
+    The mode is entered even if it is on already, because torch takes it off in a backward that is called under it.
+    """
     with nullcontext() if context is None else Drawing(context):
         yield
 
 
 def redrawing(outputs: Sequence[Any]) -> AbstractContextManager[Any]:
-    """For a backward of these tensors: a forward that a checkpoint recomputes in it draws what it drew."""
+    """The mode for a backward of these tensors, so that a checkpoint in it recomputes its forward with equal draws."""
     context = next((one._context for one in outputs if type(one) is GlobalTensor), None)
     return Drawing(context) if context is not None and context.own(_Drawn).plain else nullcontext()
 
 
 def generator(context: Context, device: torch.device) -> torch.Generator:
-    """One for the next random call."""
+    """A generator for the next random call, in the same state on every worker."""
     draw = next_draw(context)
-    # (neighbouring seeds are well apart in Philox and in the Mersenne twister, once they are mixed)
+    # mixed, because generators with neighbouring seeds may give similar numbers
     mixed = (draw.seed * 0x9E3779B97F4A7C15 + draw.number * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D) % 2**63
     return torch.Generator(device).manual_seed(mixed)
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """The device on which a random function makes its result."""
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
     found = tensors_in((args, kwargs))
