@@ -14,6 +14,7 @@ from distdl.globals.functions import (
     creation,
     diagonals,
     differences,
+    dropout,
     einsum,
     extremes,
     foreach,

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from distdl.globals.functions import random
-from distdl.globals.functions.random import next_draw, of_copies
+from distdl.globals.functions.random import next_draw, of_copies, of_replica
 from distdl.globals.layouts.context import Context
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.replicas import Replica
 from distdl.globals.tensor.structures import tensors_in
-from distdl.globals.tensor.table import TABLE
+from distdl.globals.tensor.table import REPLICATED
 from distdl.nn.compiling import leave_uncompiled
 
 _TAKE_GENERATOR = {
@@ -29,7 +28,6 @@ _TAKE_GENERATOR = {
     torch.Tensor.multinomial,
 }  # fmt: skip
 _OURS = frozenset([GlobalTensor, Replica, torch.Tensor, torch.nn.Parameter])
-_HANDLED = {func for func, handler in TABLE.items() if getattr(handler, "__module__", "") == random.__name__}
 
 
 class _ThreadState(threading.local):
@@ -71,7 +69,7 @@ class Drawing(TorchFunctionMode):
         if GlobalTensor in types and _is_next(types):  # saves torch's second dispatch
             return GlobalTensor.__torch_function__(func, types, args, kwargs)
         kwargs = kwargs or {}
-        handled = func in _HANDLED
+        handled = REPLICATED.get(func) is of_replica
         if (handled or func in _TAKE_GENERATOR) and GlobalTensor not in types and kwargs.get("generator") is None:
             self.context.own(_Drawn).plain = True
             if handled:

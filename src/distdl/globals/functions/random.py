@@ -9,12 +9,10 @@ A function that is given a generator draws from it what torch draws. It has to b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from distdl.globals.functions.distributions import (
     between,
@@ -35,17 +33,13 @@ from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.replicas import Replica, copy_of
 from distdl.globals.tensor.structures import map_tensors, tensors_in
-from distdl.globals.tensor.table import REPLICATED, TABLE, Handler, by_name, composite, handles, writes
+from distdl.globals.tensor.table import REPLICATED, TABLE, Handler, handles, named, writes
 from distdl.globals.views.aliasing import note_written, write_back
-from distdl.globals.views.strides import keep_order
-from distdl.ops.dropout import masked
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.draws import Draw, Draws, seed
-from distdl.tensors.repeats import repeatable
 from distdl.tensors.uniform import Value, mask_block, uniform_block
 
 _KIND = 2  # (parameters and layers of nn have 0 and 1)
-_ALPHA = 1.7580993408473766  # the negative of what SELU tends to
 
 
 def next_draw(context: Context) -> Draw:
@@ -132,191 +126,6 @@ def takes_generator(handler: Handler) -> Handler:
     return run
 
 
-# -- dropout
-
-
-def _dropping(
-    name: str, batched: int | None = None, leading: int | None = None, alpha: bool = False
-) -> Callable[..., Any]:
-    """A handler of a dropout.
-
-    Args:
-        batched: with how many dims there is a batch; with fewer, one number is drawn for each channel.
-        leading: how many dims are drawn; None for all.
-        alpha: whether it keeps mean and variance of what comes out of SELU.
-    """
-
-    @by_name
-    def handler(
-        func: Any,
-        input: GlobalTensor,
-        p: float = 0.5,
-        training: bool = not alpha,
-        inplace: bool = False,
-        train: Any = None,
-    ) -> Any:
-        training = training if train is None else train
-        if not 0.0 <= p <= 1.0:
-            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-        if not training or p == 0:
-            return input
-        if leading == 2 and input.dim() < 2:
-            raise RuntimeError(f"{name} needs a tensor of at least 2 dims; got {tuple(input.shape)}")
-        dims = leading if leading is None or batched is None or input.dim() >= batched else 1
-        return dropped(input, float(p), dims, alpha, inplace or func.__name__.endswith("_"), name)
-
-    return handler
-
-
-def dropped(
-    x: GlobalTensor, p: float, leading: int | None, alpha: bool = False, inplace: bool = False, name: str = "dropout"
-) -> GlobalTensor:
-    r"""Set random parts of a tensor to zero, and scale the others: :math:`y_c = x_c m_c / (1 - p)`."""
-    draw, block, layout = next_draw(x._context), block_of(x), x._layout
-    mask = drawn(layout, draw, None, torch.bool, block.device, leading, p)
-    scale, shift = (0.0 if p == 1 else 1 / (1 - p)), None
-    if alpha:  # y = scale (x m + (m - 1) alpha) + scale alpha p
-        scale = 0.0 if p == 1 else 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
-        shift = (mask.to(block.dtype) - 1 + p) * (_ALPHA * scale)
-    if inplace:
-        block.mul_(mask).mul_(scale)
-        if shift is not None:
-            block.add_(shift)
-        note_written(x, name)
-        return x
-    # (what a backward computes once more draws what it drew)
-    y = masked(block if x._context.own(Draws).repeats else repeatable(block), mask, scale)
-    made = GlobalTensor._of(y if shift is None else y + shift, layout)
-    keep_order((x,), made, dropped)
-    return made
-
-
-handles("dropout dropout_", "torch functional")(_dropping("dropout"))
-handles("dropout1d", "functional")(_dropping("dropout1d", 3, 2))
-handles("dropout2d", "functional")(_dropping("dropout2d", None, 2))
-handles("dropout3d", "functional")(_dropping("dropout3d", 5, 2))
-handles("feature_dropout feature_dropout_", "torch")(_dropping("feature_dropout", None, 2))
-handles("alpha_dropout alpha_dropout_", "torch functional")(_dropping("alpha_dropout", alpha=True))
-handles("feature_alpha_dropout feature_alpha_dropout_", "torch functional")(
-    _dropping("feature_alpha_dropout", None, 2, alpha=True)
-)
-
-
-# -- new tensors
-
-
-def _like(value: Callable[..., Value | None]) -> Callable[..., Any]:
-    """A handler of a function that draws a tensor of the shape of another."""
-
-    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-        x, *numbers = args
-        dtype = kwargs.pop("dtype", None) or x.dtype
-        requires_grad = kwargs.pop("requires_grad", False)
-        _check_options(func, kwargs, "device", "layout", "memory_format", "pin_memory", "low", "high")
-        numbers += [kwargs[key] for key in ("low", "high") if key in kwargs]
-        block = random_like(x, value(dtype, *numbers), dtype)
-        return GlobalTensor._of(block.requires_grad_(bool(requires_grad)), x._layout)
-
-    return takes_generator(handler)
-
-
-handles("rand_like", "torch")(_like(lambda dtype: between(0.0, 1.0, dtype)))
-handles("randn_like", "torch")(_like(lambda dtype: normal()))
-handles("randint_like", "torch")(_like(lambda dtype, *numbers: integers(*numbers)))
-
-
-# -- in place
-
-
-def _in_place(value: Callable[..., Value]) -> Callable[..., Any]:
-    """A handler of a function that fills a tensor with what is drawn."""
-
-    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-        x: GlobalTensor = args[0]
-        named = {"low" if key == "from" else key: one for key, one in kwargs.items()}
-        how = value(x.dtype, *args[1:], **named)
-        block_of(x).copy_(random_like(x, how, x.dtype if x.dtype.is_floating_point else torch.float64))
-        note_written(x, func.__name__)
-        return x
-
-    return takes_generator(handler)
-
-
-handles("uniform_", "Tensor")(_in_place(lambda dtype, low=0.0, to=1.0: between(low, to, dtype)))
-handles("normal_", "Tensor")(_in_place(lambda dtype, mean=0.0, std=1.0: normal(mean, std)))
-handles("exponential_", "Tensor")(_in_place(lambda dtype, lambd=1.0: exponential(lambd)))
-handles("random_", "Tensor")(_in_place(integers_of))
-handles("log_normal_", "Tensor")(_in_place(lambda dtype, *numbers, **named: log_normal(*numbers, **named)))
-handles("cauchy_", "Tensor")(_in_place(lambda dtype, *numbers, **named: cauchy(*numbers, **named)))
-handles("geometric_", "Tensor")(_in_place(lambda dtype, p: geometric(p)))
-
-
-# -- draws with probabilities
-
-
-@handles("bernoulli bernoulli_", "torch Tensor")
-@takes_generator
-def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Zeros and ones: ``bernoulli(p)``, ``bernoulli(x, p)`` in the shape of x, and into x ``x.bernoulli_(p)``."""
-    x, *rest = args
-    _check_options(func, kwargs, "p")
-    name, in_place = func.__name__, func.__name__.endswith("_")
-    p = rest[0] if rest else kwargs.get("p", 0.5 if in_place else x)
-    if type(x) is not GlobalTensor:
-        return write(func, args, kwargs, x, p)
-    layout, (_, odds) = aligned(x._context, (x, p), 0, name)
-    if not isinstance(p, torch.Tensor) and not 0 <= p <= 1:
-        raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
-    draw = next_draw(x._context)
-    if isinstance(odds, torch.Tensor):
-        ones = (drawn(layout, draw, None, torch.float64, x.device) < odds.detach()).to(x.dtype)
-        if odds.requires_grad:  # (the derivative is zero, and not none)
-            ones = ones + zeroed(odds).to(x.dtype)
-    else:
-        ones = drawn(layout, draw, lambda u: u < odds, torch.bool, x.device).to(x.dtype)
-    if not in_place:
-        return GlobalTensor._of(ones, layout)
-    block_of(x).copy_(ones)
-    note_written(x, name)
-    return x
-
-
-@handles("rrelu rrelu_", "torch functional")
-@takes_generator
-@by_name
-def rrelu(
-    func: Any,
-    input: GlobalTensor,
-    lower: float = 0.125,
-    upper: float = 1 / 3,
-    training: bool = False,
-    inplace: Any = False,
-) -> Any:
-    """A leaky ReLU whose slope is drawn for each element while training."""
-    inplace = bool(inplace) or func.__name__.endswith("_")
-    if lower > upper:
-        raise RuntimeError("Lower bound should be less than or equal to the upper bound")
-    if not training:
-        return functional.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
-    block = block_of(input)
-    slope = random_like(input, between(lower, upper, input.dtype))
-    y = block * torch.where(block.detach() <= 0, slope, torch.ones_like(slope))
-    z = GlobalTensor._of(y, input._layout)
-    return write_back(input, z, "rrelu_") if inplace else z
-
-
-_gumbel_softmax = composite(functional.gumbel_softmax)
-
-
-@handles("gumbel_softmax", "functional")
-def gumbel_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Softmax of logits with Gumbel noise, as torch composes it."""
-    return _gumbel_softmax(*args, **kwargs)
-
-
-# -- beside global tensors
-
-
 def of_replica(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A random function of tensors that every worker has whole: each draws all of it, so they draw the same."""
     context = next(one._context for one in tensors_in((args, kwargs)) if type(one) is Replica)
@@ -348,9 +157,93 @@ def of_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context:
     return map_tensors(func(*given, **named) if by_generator else TABLE[func](func, given, named), back)
 
 
-for _function, _handler in list(TABLE.items()):
-    if getattr(_handler, "__module__", "") == __name__:
-        REPLICATED[_function] = of_replica
+def draws(names: str, spaces: str) -> Callable[[Handler], Handler]:
+    """Enter a handler of random functions, which replicas use, too."""
+
+    def enter(handler: Handler) -> Handler:
+        REPLICATED.update(dict.fromkeys(named(names, spaces), of_replica))
+        return handles(names, spaces)(handler)
+
+    return enter
+
+
+# -- new tensors
+
+
+def _like(value: Callable[..., Value | None]) -> Callable[..., Any]:
+    """A handler of a function that draws a tensor of the shape of another."""
+
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+        x, *numbers = args
+        dtype = kwargs.pop("dtype", None) or x.dtype
+        requires_grad = kwargs.pop("requires_grad", False)
+        _check_options(func, kwargs, "device", "layout", "memory_format", "pin_memory", "low", "high")
+        numbers += [kwargs[key] for key in ("low", "high") if key in kwargs]
+        block = random_like(x, value(dtype, *numbers), dtype)
+        return GlobalTensor._of(block.requires_grad_(bool(requires_grad)), x._layout)
+
+    return takes_generator(handler)
+
+
+draws("rand_like", "torch")(_like(lambda dtype: between(0.0, 1.0, dtype)))
+draws("randn_like", "torch")(_like(lambda dtype: normal()))
+draws("randint_like", "torch")(_like(lambda dtype, *numbers: integers(*numbers)))
+
+
+# -- in place
+
+
+def _in_place(value: Callable[..., Value]) -> Callable[..., Any]:
+    """A handler of a function that fills a tensor with what is drawn."""
+
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+        x: GlobalTensor = args[0]
+        named = {"low" if key == "from" else key: one for key, one in kwargs.items()}
+        how = value(x.dtype, *args[1:], **named)
+        block_of(x).copy_(random_like(x, how, x.dtype if x.dtype.is_floating_point else torch.float64))
+        note_written(x, func.__name__)
+        return x
+
+    return takes_generator(handler)
+
+
+draws("uniform_", "Tensor")(_in_place(lambda dtype, low=0.0, to=1.0: between(low, to, dtype)))
+draws("normal_", "Tensor")(_in_place(lambda dtype, mean=0.0, std=1.0: normal(mean, std)))
+draws("exponential_", "Tensor")(_in_place(lambda dtype, lambd=1.0: exponential(lambd)))
+draws("random_", "Tensor")(_in_place(integers_of))
+draws("log_normal_", "Tensor")(_in_place(lambda dtype, *numbers, **named: log_normal(*numbers, **named)))
+draws("cauchy_", "Tensor")(_in_place(lambda dtype, *numbers, **named: cauchy(*numbers, **named)))
+draws("geometric_", "Tensor")(_in_place(lambda dtype, p: geometric(p)))
+
+
+# -- draws with probabilities
+
+
+@draws("bernoulli bernoulli_", "torch Tensor")
+@takes_generator
+def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Zeros and ones: ``bernoulli(p)``, ``bernoulli(x, p)`` in the shape of x, and into x ``x.bernoulli_(p)``."""
+    x, *rest = args
+    _check_options(func, kwargs, "p")
+    name, in_place = func.__name__, func.__name__.endswith("_")
+    p = rest[0] if rest else kwargs.get("p", 0.5 if in_place else x)
+    if type(x) is not GlobalTensor:
+        return write(func, args, kwargs, x, p)
+    layout, (_, odds) = aligned(x._context, (x, p), 0, name)
+    if not isinstance(p, torch.Tensor) and not 0 <= p <= 1:
+        raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
+    draw = next_draw(x._context)
+    if isinstance(odds, torch.Tensor):
+        ones = (drawn(layout, draw, None, torch.float64, x.device) < odds.detach()).to(x.dtype)
+        if odds.requires_grad:  # (the derivative is zero, and not none)
+            ones = ones + zeroed(odds).to(x.dtype)
+    else:
+        ones = drawn(layout, draw, lambda u: u < odds, torch.bool, x.device).to(x.dtype)
+    if not in_place:
+        return GlobalTensor._of(ones, layout)
+    block_of(x).copy_(ones)
+    note_written(x, name)
+    return x
 
 
 def _check_options(func: Any, kwargs: dict[str, Any], *known: str) -> None:
