@@ -5,9 +5,10 @@
 from distdl.globals.blocks import modules
 from distdl.globals.consistency import comparing, debug
 from distdl.globals.functions import (
+    as_strided,
     attention,
     attributes,
-    class_losses,
+    complex_views,
     composites,
     convolutions,
     counting,
@@ -23,6 +24,7 @@ from distdl.globals.functions import (
     getitem,
     grouped,
     initial,
+    interpolation,
     joining,
     lookups,
     losses,
@@ -32,6 +34,7 @@ from distdl.globals.functions import (
     norms,
     number_arguments,
     ordering,
+    padding,
     plain_random,
     pointwise,
     pooling,
@@ -47,6 +50,7 @@ from distdl.globals.functions import (
     softmax,
     unfolding,
     values,
+    variances,
 )
 from distdl.globals.gradients import autograd, replicated
 from distdl.globals.moving import conversion

@@ -267,27 +267,3 @@ def cdist(
         adds=False,
     )
     return work(lambda a, b: torch.cdist(a, b, p, compute_mode), [x1, x2], "cdist")
-
-
-def _sampled(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    return functional.grid_sample(x, at, align_corners=True)
-
-
-@handles("grid_sample", "functional")
-def grid_sample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The whole image comes to where its points are read; the result is split as the points are."""
-
-    def run(input: Any, grid: Any, **options: Any) -> Any:
-        checked(_sampled, [input, grid])
-        space = tuple(("p", dim) for dim in range(input.dim() - 2))
-        image: list[Hashable] = ["n", "c", *(("x", dim) for dim in range(input.dim() - 2))]
-        work = work_on(
-            [input, grid], [image, ("n", *space, "d")], ("n", "c", *space), adds=False,
-            lead=1 if type(grid) is GlobalTensor else 0,
-        )  # fmt: skip
-        points = work.needs[1]
-        points.least = (*points.least[:-1], len(space))
-        return work(lambda x, at: func(x, at, **options), [input, grid], "grid_sample")
-
-    names = ("input", "grid", "mode", "padding_mode", "align_corners")
-    return run(**dict(zip(names, args, strict=False)), **kwargs)

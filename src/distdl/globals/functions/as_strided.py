@@ -1,0 +1,131 @@
+"""``as_strided``: a part of the memory of a global tensor, taken by strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from distdl.globals.functions.slicing import part
+from distdl.globals.rules.fallback import fall_back
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.table import by_name, handles
+from distdl.globals.views.strides import blank, offset_of, strides_of
+
+
+class _Line(NamedTuple):
+    """Cells of memory at equal distances, as an ``as_strided`` reads them.
+
+    Attributes:
+        stride: the distance.
+        dim: of the result, which runs along the line.
+        window: that which runs along a window of it, if there is one; dim then tells windows apart.
+        step: from window to window, in cells of the line.
+    """
+
+    stride: int
+    dim: int
+    window: int | None = None
+    step: int = 1
+
+    def needs(self, size: Sequence[int]) -> int:
+        """How many of its cells are read."""
+        return (size[self.dim] - 1) * self.step + (1 if self.window is None else size[self.window])
+
+
+def _lines(size: Sequence[int], stride: Sequence[int]) -> list[_Line] | None:
+    """The lines along which dims of these sizes and strides run, the longest stride first. None if they do not."""
+    dims = sorted((dim for dim, n in enumerate(size) if n != 1), key=lambda dim: -stride[dim])
+    found: list[_Line] = []
+    while dims:
+        dim, *dims = dims
+        if stride[dim] < 1:
+            return None
+        if dims and stride[dim] < size[dims[0]] * stride[dims[0]]:
+            window, *dims = dims
+            if stride[window] < 1 or stride[dim] % stride[window]:
+                return None
+            found.append(_Line(stride[window], dim, window, stride[dim] // stride[window]))
+        else:
+            found.append(_Line(stride[dim], dim))
+    return found
+
+
+def _order(x: GlobalTensor) -> list[int] | None:
+    """The dims of a tensor in the order of its memory; None if that has gaps, or several elements in one place."""
+    strides = strides_of(x)
+    if not strides:
+        return list(range(x.dim()))
+    order = sorted(range(x.dim()), key=lambda dim: -strides[dim] if x.shape[dim] > 1 else 0)
+    return order if blank(x.shape, strides).permute(order).is_contiguous() else None
+
+
+@handles("as_strided", "torch Tensor")
+@by_name
+def as_strided(func: Any, input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """Windows, slices and other orders of dims, as strides of the memory that the whole tensor would have.
+
+    Longformer and LED take windows of their chunks so, whose dims are in another order.
+
+    Raises: RuntimeError for a tensor whose memory has gaps, and where cells before the tensor would be read.
+    """
+    size, stride = tuple(size), tuple(stride)
+    offset = 0 if storage_offset is None else storage_offset - offset_of(input)
+    order = _order(input)
+    if (order is None or offset < 0) and 0 not in (*size, input.numel()):
+        func(torch.empty(0, device="meta"), size, stride, storage_offset)  # (for torch's error)
+        _refuse("as_strided", input, size, stride, storage_offset)
+    lines = _lines(size, stride) if len(size) == len(stride) and 0 not in (*size, input.numel()) else None
+    found = None if lines is None else _placed(lines, input.numel(), offset, size)
+    inside = input if order is None else input.permute(order)
+    if found is None:
+        return fall_back(func, (inside, size, stride, offset), {})
+    extents, cells = found
+    y: Any = part(inside.reshape(extents), cells)
+    places = [line.dim for line in lines or ()]
+    for place, line in enumerate(lines or ()):
+        if line.window is not None:
+            y = y.unfold(place, size[line.window], line.step)
+            places.append(line.window)
+    return y.permute([places.index(dim) for dim in sorted(places)]).reshape(size)
+
+
+@handles("as_strided_ as_strided_copy as_strided_scatter", "torch Tensor")
+@wraps(fall_back)
+def _strided_apart(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = ["input", *["src"] * (func.__name__ == "as_strided_scatter"), "size", "stride", "storage_offset"]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    x, offset = given["input"], given.get("storage_offset")
+    # (one worker will have the cells of x alone)
+    if type(x) is GlobalTensor and x.numel() and (strides_of(x) or (offset is not None and offset_of(x))):
+        _refuse(func.__name__, x, given.get("size"), given.get("stride"), offset)
+    return fall_back(func, args, kwargs)
+
+
+def _refuse(name: str, x: GlobalTensor, size: Any, stride: Any, offset: int | None) -> NoReturn:
+    raise RuntimeError(
+        f"{name} cannot read the memory of a global tensor of shape {tuple(x.shape)}, strides {x.stride()} and offset "
+        f"{offset_of(x)} by size {size}, strides {stride} and offset {offset}: it may meet gaps, cells before the "
+        "tensor, or another order of dims; take it of the tensor that this one is a view of, or of its "
+        ".clone(memory_format=torch.contiguous_format)"
+    )
+
+
+def _placed(lines: Sequence[_Line], cells: int, offset: int, size: Sequence[int]) -> tuple[list[int], list[Any]] | None:
+    """Where lines lie in so many cells: extents of which each line has a dim, and an index. None if they do not."""
+    strides = [cells, *(line.stride for line in lines), 1]
+    if any(n % m for n, m in pairwise(strides)):
+        return None
+    extents: list[int] = []
+    index: list[Any] = []
+    for (n, m), line in zip(pairwise(strides), [*lines, None], strict=True):
+        start, offset = divmod(offset, m)
+        count = 1 if line is None else line.needs(size)
+        if start + count > n // m:
+            return None
+        extents.append(n // m)
+        index.append(start if line is None else slice(start, start + count))
+    return extents, index

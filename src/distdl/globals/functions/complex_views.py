@@ -1,0 +1,77 @@
+"""Views between complex and real numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distdl.globals.functions.shapes import view_of, whole_along
+from distdl.globals.layouts.context import KnownLayout
+from distdl.globals.rules.meta_checks import shape_of
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+from distdl.globals.tensor.table import handles, handles_property
+from distdl.globals.views.strides import View, offset_of
+
+
+@handles("view_as_real", "torch")
+def view_as_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    """Real and imaginary part along a last dim, which is not split."""
+    (x,) = (*args, *kwargs.values())
+    layout: KnownLayout = x._layout
+
+    def make() -> KnownLayout:
+        return layout.context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, 2),)])
+
+    target = layout.context.keep(("view_as_real", layout), make)
+    return view_of(x, func(block_of(x)).reshape(target.local), target, False, _of_numbers(func))
+
+
+def _of_numbers(func: Callable[..., Any]) -> View:
+    """How a view of complex numbers is taken that has two elements in the place of each."""
+
+    def view(whole: torch.Tensor) -> Any:
+        return func(torch.empty_strided(whole.shape, whole.stride(), dtype=torch.complex64, device="meta"))
+
+    return View(("of numbers", func), view)
+
+
+@handles("real imag conj", "torch Tensor")
+def parts_of_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Real or imaginary part, or conjugates: views, and of real numbers the tensor itself."""
+    (x,) = (*args, *kwargs.values())
+    block = block_of(x)
+    y = func(block)
+    if y is block:
+        return x
+    alike = y.dtype == block.dtype
+    return view_of(x, y, x._layout, False, View("conj", torch.conj) if alike else _of_numbers(func))
+
+
+handles_property("real", "imag")(parts_of_numbers)
+
+
+@handles("view_as_complex", "torch")
+def view_as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    """Complex numbers, whose parts lie along the last dim."""
+    (x,) = (*args, *kwargs.values())
+    shape_of(func, x, (), {})  # (for torch's error)
+    if offset_of(x) % 2:
+        raise RuntimeError("Tensor must have a storage_offset divisible by 2")
+    dims = x.dim()
+    y: GlobalTensor = whole_along(x, [dims - 1], "view_as_complex")
+    layout: KnownLayout = y._layout
+
+    def make() -> KnownLayout:
+        return layout.context.layout(layout.partition.workers[..., 0], layout.intervals[:-1])
+
+    target = layout.context.keep(("view_as_complex", layout), make)
+    block = block_of(y)
+    if not layout.active:  # (whose last dim is empty, too)
+        block = block.reshape((*target.local, 2))
+    elif block.stride(-1) != 1 or any(n % 2 for n in (block.storage_offset(), *block.stride()[:-1])):
+        # (also along dims of one cell or none, which count as contiguous whatever their strides)
+        block = torch.empty_like(block, memory_format=torch.contiguous_format).copy_(block)
+    return view_of(x, func(block), target, y is not x, View("view_as_complex", torch.view_as_complex))
