@@ -1,4 +1,4 @@
-"""Pooling and interpolation of global tensors."""
+"""Pooling of global tensors. Each worker gets the cells beside its block that its windows read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from distdl.globals.tensor.table import by_name, handles
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
 from distdl.ops.pooling import Average, Maximum, Pooling
 
-_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a function, and its arguments
+_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A function of torch and its arguments."""
 
 
 def _space_of(func: Any) -> int:
-    """The dims of space that a function's name tells: ``max_pool2d`` has two."""
+    """How many dims of space a function has, by its name: two for ``max_pool2d``."""
     return int(next(letter for letter in func.__name__ if letter.isdigit()))
 
 
-def _batched(input: Any, call: _Call, pool: Callable[[GlobalTensor], Any]) -> Any:
-    """Pool a tensor that may have no batch."""
+def _with_batch(input: Any, call: _Call, pool: Callable[[GlobalTensor], Any]) -> Any:
+    """Pool a tensor that may lack the batch dim: it is added before and removed after.
+
+    Raises: torch's error, or RuntimeError, for any other number of dims.
+    """
     space = _space_of(call[0])
     if input.dim() == space + 2:
         return pool(input)
@@ -46,6 +50,11 @@ def _pooled(
     dilation: Any,
     ceil_mode: bool,
 ) -> Any:
+    """Apply a pooling over windows. Torch checks the call, and the op its windows, once for each key and signature.
+
+    Args:
+        reduction: what is taken of each window: Maximum or Average.
+    """
     space, name = _space_of(call[0]), call[0].__name__
     stride = kernel if stride is None or stride == [] or stride == () else stride
     key = (reduction, *hashable((kernel, stride, padding, dilation)), ceil_mode)
@@ -55,20 +64,19 @@ def _pooled(
         sliding = PoolSliding.of(name, space, *map(single, key[1:5]))
         made = Pooling(reduction, replace(sliding, ceil_mode=ceil_mode))
         made.check(name)
-        accepted: Pooling = _accepting(made, made.least, input)
-        return accepted
+        _check_dtype(made, made.least, input)
+        return made
 
-    return _batched(input, call, lambda x: apply(op, key, x, name))
+    return _with_batch(input, call, lambda x: apply(op, key, x, name))
 
 
-def _accepting(op: Any, least: Sequence[int], x: GlobalTensor) -> Any:
-    """A pooling, of which torch's operator takes tensors of this dtype.
+def _check_dtype(op: Any, least: Sequence[int], x: GlobalTensor) -> None:
+    """Let torch pool zeros of the smallest shape, because a worker without cells does not call its operator.
 
-    Raises: what torch raises, on every worker, if it does not.
+    Raises: what torch raises, on every worker, for a dtype that it does not pool.
     """
     if not x._block.is_meta:
         op.sample(torch.zeros(tuple(least), dtype=x.dtype, device=x.device))
-    return op
 
 
 @handles(
@@ -76,7 +84,7 @@ def _accepting(op: Any, least: Sequence[int], x: GlobalTensor) -> Any:
     "torch functional",
 )
 def max_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each worker completes its block by the cells that its windows read."""
+    """The largest element of each window; its index too, for functions that return indices."""
 
     def run(
         input: Any,
@@ -96,6 +104,8 @@ def max_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @handles("avg_pool1d avg_pool2d avg_pool3d", "torch functional")
 def average_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The mean of each window."""
+
     def run(
         input: Any,
         kernel_size: Any,
@@ -114,9 +124,10 @@ def average_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 @handles("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", "torch functional")
 @by_name
 def adaptive_average_pooling(func: Any, input: Any, output_size: Any) -> Any:
+    """The mean of each of as many windows as the output size says."""
     space = _space_of(func)
     op = AdaptiveAverage(_extents(space, output_size))
-    if input.dim() > space + 2 > 3 and set(op.extents) == {1}:  # (torch takes a mean, and looks at no other dim)
+    if input.dim() > space + 2 > 3 and set(op.extents) == {1}:  # for one window torch takes a mean, with any dims
         return input.mean(tuple(range(-space, 0)), keepdim=True)
     return _adaptive(func, input, output_size, op)
 
@@ -128,23 +139,26 @@ def adaptive_average_pooling(func: Any, input: Any, output_size: Any) -> Any:
 )
 @by_name
 def adaptive_max_pooling(func: Any, input: Any, output_size: Any, return_indices: bool = False) -> Any:
-    # (torch.adaptive_max_pool1d always gives both)
+    """The largest element of each window; torch.adaptive_max_pool1d always returns its index, too."""
     indices = bool(return_indices) or func.__name__.endswith("indices") or func is torch.adaptive_max_pool1d
     op = AdaptiveMaximum(_extents(_space_of(func), output_size), indices)
     return _adaptive(func, input, output_size, op)
 
 
 def _adaptive(func: Any, input: Any, output_size: Any, op: AdaptiveAverage | AdaptiveMaximum) -> Any:
+    """Apply an adaptive pooling. Torch checks the call once for each key and signature."""
     call: _Call = (func, (input, output_size), {})
 
-    def accepted(x: GlobalTensor) -> Any:
+    def checked(x: GlobalTensor) -> Any:
         judge(*call)
-        return _accepting(op, (1,) * x.dim(), x)
+        _check_dtype(op, (1,) * x.dim(), x)
+        return op
 
     key = op, frozen(output_size)
-    return _batched(input, call, lambda x: apply(lambda: accepted(x), key, x, func.__name__))
+    return _with_batch(input, call, lambda x: apply(lambda: checked(x), key, x, func.__name__))
 
 
 def _extents(space: int, output_size: Any) -> tuple[int | None, ...]:
+    """An output size as one for each dim of space; None keeps the input's."""
     sizes = (output_size,) * space if output_size is None or isinstance(output_size, int) else tuple(output_size)
     return sizes * space if len(sizes) == 1 else sizes
