@@ -1,4 +1,4 @@
-"""Parts of a global tensor: slices, elements, pieces, and what gathers and scatters along dims."""
+"""Parts of a global tensor: basic indices, index tensors, and pieces along a dim."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from distdl.tensors.connection import saving, zeros_on
 
 
 class _Part(NamedTuple):
-    """A part of a tensor, which stays where it is.
+    """How a part of a tensor lies, whose cells stay on their workers.
 
     Attributes:
-        local: the index of its cells in this worker's block; None on a worker that has none of its places.
-        target: its layout.
+        local: the index of the part in this worker's block; None on a worker that is outside the part's partition.
+        target: the layout of the part.
     """
 
     local: tuple[Any, ...] | None
@@ -35,31 +35,33 @@ class _Part(NamedTuple):
 
 
 def part(x: GlobalTensor, index: Sequence[Any]) -> GlobalTensor:
-    """The part of a tensor at a basic index. Cells stay where they are; a view, as in torch."""
+    """The part of a tensor at a basic index of numbers, slices, None and ``...``: a view, as in torch. Nothing moves.
+
+    Raises: IndexError, as torch does, for an index that the tensor does not have.
+    """
     layout, key = x._layout, frozen(index)
     local, target = x._context.keep(("part", layout, key), lambda: _plan_part(layout, tuple(index)))
     block = block_of(x)
     if local is not None:
         block = block[local]
-    else:  # (without a cell, any shape is a view, whatever the strides)
+    else:  # a tensor without cells is reshaped as a view, whatever its strides
         block = (block if block.dim() else block.reshape(1))[:0].reshape(target.local)
     return view_of(x, block, target, False, View(("part", key), lambda whole: whole[tuple(index)]))
 
 
 def _plan_part(layout: KnownLayout, index: tuple[Any, ...]) -> _Part:
+    """Work out where the part at a basic index lies, dim by dim."""
     context = layout.context
-    torch.empty(layout.size, device="meta")[index]  # (for torch's error)
-    steps = _steps(index, len(layout.rulers))
-    own = context.me in layout.partition
-    at = list(layout.partition.index_of(context.me)) if own else []
-    picked: list[Any] = []  # of the partition
+    torch.empty(layout.size, device="meta")[index]  # raises torch's error
+    active = context.me in layout.partition
+    at = list(layout.partition.index_of(context.me)) if active else []
+    kept_workers: list[Any] = []  # the index of the part's workers in the partition
     local: list[Any] = []
     intervals: list[Intervals] = []
-    here = own
     dim = 0
-    for step in steps:
+    for step in _steps(index, len(layout.rulers)):
         if step is None:
-            picked.append(None)
+            kept_workers.append(None)
             local.append(None)
             intervals.append(((0, 1),))
             continue
@@ -67,30 +69,35 @@ def _plan_part(layout: KnownLayout, index: tuple[Any, ...]) -> _Part:
         n = along[-1][1]
         if isinstance(step, slice):
             start, stop, by = step.indices(n)
-            count = max(-(-(stop - start) // by), 0)
-            first = [(min(max(-(-(a - start) // by), 0), count)) for a, _ in along]
-            last = [(min(max(-(-(b - start) // by), 0), count)) for _, b in along]
-            intervals.append(tuple(zip(first, last, strict=True)))
-            picked.append(slice(None))
-            if own:
-                i, j, origin = first[at[dim]], last[at[dim]], along[at[dim]][0]
-                local.append(
-                    slice(start + i * by - origin, start + (j - 1) * by + 1 - origin, by) if j > i else slice(0, 0)
-                )
+            split = _sliced_intervals(along, start, stop, by)
+            kept_workers.append(slice(None))
+            intervals.append(split)
+            if active:
+                (i, j), shift = split[at[dim]], start - along[at[dim]][0]
+                local.append(slice(shift + i * by, shift + (j - 1) * by + 1, by) if j > i else slice(0, 0))
         else:
             cell = operator.index(step) % n
             place = next(k for k, (a, b) in enumerate(along) if a <= cell < b)
-            picked.append(place)
-            here = here and at[dim] == place
-            if own:
-                local.append(cell - along[place][0])
+            kept_workers.append(place)
+            active = active and at[dim] == place
+            local.append(cell - along[place][0])
         dim += 1
-    target = context.layout(layout.partition.workers[tuple(picked)], intervals)
-    return _Part(tuple(local) if here else None, target)
+    target = context.layout(layout.partition.workers[tuple(kept_workers)], intervals)
+    return _Part(tuple(local) if active else None, target)
+
+
+def _sliced_intervals(along: Intervals, start: int, stop: int, by: int) -> Intervals:
+    """Which cells of ``range(start, stop, by)`` lie in each interval, counted from the first cell of the range."""
+    count = max(-(-(stop - start) // by), 0)
+
+    def cells_before(end: int) -> int:
+        return min(max(-(-(end - start) // by), 0), count)
+
+    return tuple((cells_before(a), cells_before(b)) for a, b in along)
 
 
 def _steps(index: tuple[Any, ...], dims: int) -> list[Any]:
-    """An index with a step for each dim, in the place of ``...`` and of what is left out."""
+    """An index with a step for each dim: ``...`` and the dims left out become full slices."""
     used = sum(step is not None and step is not Ellipsis for step in index)
     fill = [slice(None)] * (dims - used)
     if not any(step is Ellipsis for step in index):
@@ -102,7 +109,12 @@ def _steps(index: tuple[Any, ...], dims: int) -> list[Any]:
 
 
 def picked(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTensor:
-    """What index tensors pick, which are the same on every worker."""
+    """Index a tensor by index tensors. Their dims become whole.
+
+    Args:
+        cells: for each dim of x an index tensor, which is the same on every worker, or None for the whole dim.
+    Raises: IndexError, as torch does, if the index tensors do not fit each other or the tensor.
+    """
     dims = [dim for dim, one in enumerate(cells) if one is not None]
     shape = together(cells)
     check_cells(x, dims, cells)
@@ -111,7 +123,7 @@ def picked(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTenso
 
     def make() -> KnownLayout:
         rest = [dim for dim in range(len(cells)) if dim not in dims]
-        first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0  # where the picked dims go
+        first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0  # where the dims of the indices go
         before = [dim for dim in rest if dim < dims[0]] if first else []
         behind = [dim for dim in rest if dim not in before]
         intervals = [
@@ -129,7 +141,7 @@ def picked(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTenso
 
 
 def together(cells: Sequence[torch.Tensor | None]) -> torch.Size:
-    """The shape of what index tensors pick.
+    """The common shape of index tensors.
 
     Raises: IndexError, as torch does, if they do not broadcast to each other.
     """
@@ -145,9 +157,12 @@ def together(cells: Sequence[torch.Tensor | None]) -> torch.Size:
 
 
 def check_cells(x: GlobalTensor, dims: Sequence[int], cells: Sequence[Any]) -> None:
-    """Check that index tensors do not reach beyond the tensor: a worker without cells would not see it."""
+    """Check the bounds of index tensors, because a worker without cells does not call torch's function.
+
+    Raises: IndexError, on every worker, for an index beyond the tensor. As in torch, not if there is nothing to pick.
+    """
     if any(not n for dim, n in enumerate(x.shape) if dim not in dims):
-        return  # (there is nothing to pick, and torch does not look)
+        return
     for dim in dims:
         n, one = x.shape[dim], cells[dim]
         if one.numel() and not one.is_meta and not (-n <= int(one.min()) and int(one.max()) < n):
@@ -161,9 +176,10 @@ def check_cells(x: GlobalTensor, dims: Sequence[int], cells: Sequence[Any]) -> N
 @handles("select narrow", "torch Tensor")
 @by_name
 def select(func: Any, input: GlobalTensor, dim: int, *rest: Any, **more: Any) -> GlobalTensor:
-    named = [more[name] for name in ("index", "start", "length") if name in more]  # (in the order of places)
+    """One cell of a dim, or as many as ``length`` from a start."""
+    named = [more[name] for name in ("index", "start", "length") if name in more]
     numbers = [operator.index(one) for one in (*rest, *named)]
-    shape_of(func, input, (dim, *rest), more)  # (for torch's error)
+    shape_of(func, input, (dim, *rest), more)  # raises torch's error
     dim %= input.dim()
     first = numbers[0] % input.shape[dim] if numbers[0] < 0 else numbers[0]
     step = first if func.__name__ == "select" else slice(first, first + numbers[1])
@@ -171,16 +187,12 @@ def select(func: Any, input: GlobalTensor, dim: int, *rest: Any, **more: Any) ->
 
 
 @by_name
-def sliced(func: Any, input: Any, dim: int = 0, *rest: Any, **more: Any) -> Any:
-    """The places of a dim from one to another, by steps."""
-    return part(input, [*[slice(None)] * (dim % input.dim()), _slice(*rest, **more)])
+def slice_dim(func: Any, input: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    """The cells of a dim from start to end, by steps."""
+    return part(input, [*[slice(None)] * (dim % input.dim()), slice(start, end, step)])
 
 
-TABLE[torch.ops.aten.slice] = sliced  # (which torch's associative scan calls)
-
-
-def _slice(start: Any = None, end: Any = None, step: int = 1) -> slice:
-    return slice(start, end, step)
+TABLE[torch.ops.aten.slice] = slice_dim  # torch's associative scan calls it
 
 
 @handles(
@@ -188,11 +200,11 @@ def _slice(start: Any = None, end: Any = None, step: int = 1) -> slice:
     "torch Tensor",
 )
 def split(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pieces along a dim, each where it is."""
+    """Split a tensor into pieces along a dim. Nothing moves. Sizes may be given as tensors."""
     x, *rest = args
     size = x.shape
     rest, kwargs = map_tensors((rest, kwargs), lambda one: one.tolist())
-    if type(x) is not GlobalTensor:  # but where it is split
+    if type(x) is not GlobalTensor:  # but the sizes are
         return func(x, *rest, **kwargs)
 
     def make() -> tuple[Any, int, list[Interval]]:
@@ -216,26 +228,30 @@ _OF_MANY_VIEWS = ("split", "chunk", "split_with_sizes")
 
 
 def _pieces(x: GlobalTensor, dim: int, steps: Sequence[slice | int]) -> list[GlobalTensor]:
-    """Parts of a tensor that cover a dim, by one function: torch does not let such views be written with gradients."""
+    """All pieces of a tensor along a dim, as views of one function, because torch refuses writes into such views.
+
+    Args:
+        steps: slices or numbers that cover the dim, in order.
+    """
     layout = x._layout
     key = tuple(map(frozen, steps))
 
     def make() -> tuple[list[int], list[KnownLayout], list[View]]:
-        """How many cells of each part this worker has, the layouts of the parts, and how each of them is taken."""
+        """How many cells of each piece this worker has; the layouts of the pieces; how torch takes each as a view."""
         sizes: list[int] = []
         targets, views = [], []
         first, last = layout.box[dim]
-        for step, own in zip(steps, key, strict=True):
+        for step, frozen_step in zip(steps, key, strict=True):
             index = (*[slice(None)] * dim, step)
             start, stop = (step.start, step.stop) if isinstance(step, slice) else (step, step + 1)
             sizes.append(max(min(last, stop) - max(first, start), 0) if layout.active else 0)
             targets.append(_plan_part(layout, index).target)
-            views.append(View(("piece", dim, own), operator.itemgetter(index)))
+            views.append(View(("piece", dim, frozen_step), operator.itemgetter(index)))
         return sizes, targets, views
 
     sizes, targets, views = x._context.keep(("pieces", layout, dim, key), make)
     block = block_of(x)
-    # (of vectors, torch.cat, which is its derivative, cuts the graph at zero volume)
+    # the derivative is torch.cat, which cuts the graph at empty vectors; so a vector with one gets a second dim
     vector = block.dim() == 1 and 0 in sizes
     blocks: Sequence[torch.Tensor] = (block[None] if vector else block).split_with_sizes(sizes, dim + vector)
     if vector or (steps and not isinstance(steps[0], slice)):
@@ -245,6 +261,7 @@ def _pieces(x: GlobalTensor, dim: int, steps: Sequence[slice | int]) -> list[Glo
 
 @handles("unbind", "torch Tensor")
 def unbind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[GlobalTensor, ...]:
+    """All parts of extent 1 along a dim, without this dim."""
     x, *rest = args
     dim = kwargs.get("dim", rest[0] if rest else 0)
     n = x.shape[dim]
