@@ -1,12 +1,13 @@
-"""Sums, means and their kin over dims of a global tensor.
+"""Sums, means and other reductions over dims of a global tensor, which may be split.
 
-Where the dims are split, each worker reduces its block. Sums are added up by a sum-reduce. Of others, the results of
-the blocks, one *entry* for each place along the dims, come together and are reduced once more.
+Each worker reduces its block. Sums of blocks are added up by a sum-reduce. For other reductions, the results of the
+blocks, called *entries*, one for each block along the dims, are gathered and reduced once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from math import prod
 from typing import Any
 
@@ -19,7 +20,7 @@ from distdl.globals.moving.alignment import derivatives_of, entire, moved_block
 from distdl.globals.rules.meta_checks import judge_dtype
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
-from distdl.globals.tensor.table import by_name, handles
+from distdl.globals.tensor.table import Handler, by_name, handles
 from distdl.ops import Site
 from distdl.plan.planning import broadcast
 from distdl.tensors.connection import always_curved, local
@@ -30,7 +31,7 @@ from distdl.transport import Label
 
 
 def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
-    """The dims that a reduction is over, in order; all if none are given.
+    """The dims of a reduction as sorted nonnegative numbers; all dims for None or an empty list.
 
     Raises: what torch raises for a dim that does not exist, or that is named twice.
     """
@@ -40,12 +41,12 @@ def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
     rank = max(x.dim(), 1)
     found = sorted({one % rank for one in dims})
     if len(found) < len(dims) or min(dims) < -rank or max(dims) >= rank:
-        torch.zeros(()).expand(x.shape).sum(dims)  # (for torch's error)
+        torch.zeros(()).expand(x.shape).sum(dims)  # raises torch's error
     return tuple(found) if x.dim() else ()
 
 
 def reduced_layout(layout: KnownLayout, dims: Sequence[int]) -> KnownLayout:
-    """Where a result lies that has extent 1 along the given dims: at place 0 of the axes that split them."""
+    """The layout of a result with extent 1 along the given dims. The first workers of the axes along these hold it."""
     context = layout.context
 
     def make() -> KnownLayout:
@@ -58,7 +59,7 @@ def reduced_layout(layout: KnownLayout, dims: Sequence[int]) -> KnownLayout:
 
 
 def without_dims(x: GlobalTensor, dims: Sequence[int]) -> GlobalTensor:
-    """The tensor without dims of extent 1."""
+    """Remove the given dims, which have extent 1. Nothing moves."""
     if not dims:
         return x
     layout, context = x._layout, x._context
@@ -74,22 +75,22 @@ def without_dims(x: GlobalTensor, dims: Sequence[int]) -> GlobalTensor:
 
 
 def summed(block: torch.Tensor, layout: KnownLayout, dims: Sequence[int], name: str) -> GlobalTensor:
-    """Add up what the workers have computed along dims: their blocks have extent 1 there.
+    """Add up the results of blocks along dims, and return them as a global tensor in the reduced layout.
 
     Args:
-        block: of this worker. Where it is outside the layout's partition, it is not read.
-        layout: of the tensor that the blocks were computed of.
+        block: this worker's result, with extent 1 along the dims. A worker outside the partition may pass any tensor.
+        layout: of the tensor whose blocks were reduced.
     """
     context, target = layout.context, reduced_layout(layout, dims)
     if not layout.active:
         block = block.reshape(-1)[:0].reshape((0,) * max(len(layout.rulers), 1))
     if not layout.rulers:
         return GlobalTensor._of(block, target)
-    operator = _adding(context, layout, target, dims, block.dtype, derivatives_of(block), name)
+    operator = _sum_operator(context, layout, target, dims, block.dtype, derivatives_of(block), name)
     return GlobalTensor._of(operator(block), target)
 
 
-def _adding(
+def _sum_operator(
     context: Context,
     layout: KnownLayout,
     target: KnownLayout,
@@ -98,6 +99,8 @@ def _adding(
     derivatives: Derivatives,
     name: str,
 ) -> Operator:
+    """The operator that adds blocks up along dims: the adjoint of a broadcast. Made once."""
+
     def make() -> Operator:
         site = Site._make((layout.partition, context.everyone, Label(name, detail=(layout, target, dtype))))
         if target.partition.workers.size == layout.partition.workers.size:
@@ -112,48 +115,47 @@ def _adding(
     return context.keep(("adding", layout, tuple(dims), dtype, derivatives, name), make)
 
 
-@handles("sum", "torch Tensor")
-def sum_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-        return total(input, dim, keepdim, dtype)
+def _with_listed_dims(handler: Callable[..., Any]) -> Handler:
+    """A handler whose arguments are bound by name, where dims may also be given one by one: ``x.sum(1, 2)``."""
 
-    return run(*_positional(args), **kwargs)
+    @wraps(handler)
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stop = 1
+        while stop < len(args) and isinstance(args[stop], int) and not isinstance(args[stop], bool):
+            stop += 1
+        return handler(func, *(args if stop < 3 else (args[0], args[1:stop], *args[stop:])), **kwargs)
+
+    return run
+
+
+@handles("sum", "torch Tensor")
+@_with_listed_dims
+def sum_(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return total(input, dim, keepdim, dtype)
 
 
 @handles("mean", "torch Tensor")
-def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-        dims = dims_of(input, dim)
-        wanted = dtype or input.dtype
-        if not (wanted.is_floating_point or wanted.is_complex):
-            torch.zeros(1, dtype=input.dtype).mean(dtype=dtype)  # (for torch's error)
-        half = wanted in HALVES  # whose sums overflow long before the mean does
-        y: GlobalTensor = total(input, dims, keepdim, torch.float32 if half else dtype)
-        y = y / prod(input.shape[one] for one in dims)
-        return y.to(wanted) if half else y
-
-    return run(*_positional(args), **kwargs)
-
-
-def _positional(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Dims may come one by one: ``x.sum(1, 2)``."""
-    if not args:
-        return args
-    x, *rest = args
-    count = 0
-    while count < len(rest) and isinstance(rest[count], int) and not isinstance(rest[count], bool):
-        count += 1
-    return args if count < 2 else (x, tuple(rest[:count]), *rest[count:])
+@_with_listed_dims
+def mean(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The sum over dims, divided by the count. For half precision the sum is in float32, where it does not overflow."""
+    dims = dims_of(input, dim)
+    wanted = dtype or input.dtype
+    if not (wanted.is_floating_point or wanted.is_complex):
+        torch.zeros(1, dtype=input.dtype).mean(dtype=dtype)  # raises torch's error
+    half = wanted in HALVES
+    y: GlobalTensor = total(input, dims, keepdim, torch.float32 if half else dtype)
+    y = y / prod(input.shape[one] for one in dims)
+    return y.to(wanted) if half else y
 
 
 def total(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> GlobalTensor:
-    """The sum over dims. Half precision is added up in float32 and rounded once, as torch does."""
+    """The sum over dims; over all for None. Half precision is added up in float32 and rounded once, as in torch."""
     dims, block = dims_of(x, dim), block_of(x)
     judge_dtype(lambda one: one.sum(dtype=dtype), x)
     if (dtype or x.dtype) in HALVES:
-        rounded = block.new_zeros(()).sum(dtype=dtype).dtype  # (float32 where autocast says so)
+        rounded = block.new_zeros(()).sum(dtype=dtype).dtype  # float32 under some autocasts
         return total(x, dims, keepdim, torch.float32).to(rounded)
-    if not x.dim():  # (new on every worker, in the same dtype)
+    if not x.dim():  # a new tensor on every worker; cumsum gives a block without cells the dtype of a sum
         return GlobalTensor._of(block.sum(dtype=dtype) if x._layout.active else block.cumsum(0, dtype=dtype), x._layout)
     y = summed(block.sum(dims, keepdim=True, dtype=dtype), x._layout, dims, "sum")
     return y if keepdim else without_dims(y, dims)
@@ -166,7 +168,7 @@ def split_along(layout: KnownLayout, dims: Sequence[int]) -> bool:
 
 
 def reduced_shape(layout: KnownLayout, dims: Sequence[int]) -> tuple[int, ...]:
-    """Shape of this worker's part of a result, with extent 1 along the dims, before parts come together."""
+    """The shape of this worker's entry, the result of its own block: extent 1 along the dims."""
     if not layout.active:
         return layout.local
     return tuple(1 if dim in dims else extent for dim, extent in enumerate(layout.local))
@@ -175,13 +177,14 @@ def reduced_shape(layout: KnownLayout, dims: Sequence[int]) -> tuple[int, ...]:
 def gathered(
     entries: torch.Tensor, layout: KnownLayout, dims: Sequence[int], name: str, everywhere: bool = False, kinds: int = 0
 ) -> torch.Tensor:
-    """Bring the entries of blocks together.
+    """Gather the entries of blocks along dims.
 
     Args:
-        entries: this worker's, with extent 1 along the dims; if there are kinds of them, these are a dim in front.
-        layout: of the tensor that they were computed of.
-        everywhere: every worker along the dims gets them; if not, those that have the result.
-    Returns: along the dims, an entry of each place whose block has cells.
+        entries: this worker's entry, with extent 1 along the dims.
+        layout: of the tensor whose blocks were reduced.
+        everywhere: every worker along the dims gets the entries; else only those that hold the reduced layout.
+        kinds: the extent of a dim in front, if an entry consists of several kinds of numbers; else 0.
+    Returns: along the dims, one entry for each block that has cells.
     """
     context = layout.context
 
@@ -232,23 +235,23 @@ def in_two_steps(
     name: str,
     merge: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> GlobalTensor:
-    """A reduction of which the result on the whole is that on the results on blocks, in values and derivatives.
+    """Reduce blocks, gather the entries, and reduce these: for reductions of which that gives value and derivatives.
 
     Args:
         func: reduces a block over the dims, keeping them with extent 1.
-        merge: the same of the results on blocks, where its derivative is computed otherwise.
+        merge: reduces the gathered entries, if that is not done by func, too.
     """
     layout, least = x._layout, (1,) * x.dim()
-    part = local(func, reduced_shape(layout, dims), (block_of(x), least))
+    block = local(func, reduced_shape(layout, dims), (block_of(x), least))
     target = reduced_layout(layout, dims)
     if split_along(layout, dims):
-        part = local(merge or func, target.local, (gathered(part, layout, dims, name), least))
-    y = GlobalTensor._of(part, target)
+        block = local(merge or func, target.local, (gathered(block, layout, dims, name), least))
+    y = GlobalTensor._of(block, target)
     return y if keepdim else without_dims(y, dims)
 
 
 def nonempty(x: GlobalTensor, dims: Sequence[int], name: str) -> None:
-    """Raises: IndexError, if there is nothing to choose from."""
+    """Raises: IndexError, as torch does, for a dim of extent 0, in which there is no element to choose."""
     for dim in dims:
         if x.shape[dim] == 0:
             raise IndexError(f"{name}(): Expected reduction dim {dim} to have non-zero size.")
@@ -257,6 +260,7 @@ def nonempty(x: GlobalTensor, dims: Sequence[int], name: str) -> None:
 @handles("prod", "torch Tensor")
 @by_name
 def product(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The product over dims. Over none it is 1."""
     dims = dims_of(input, dim)
 
     def over(block: torch.Tensor) -> torch.Tensor:
@@ -273,40 +277,40 @@ def product(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dt
 @handles("any all", "torch Tensor")
 @by_name
 def truth(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """Whether any or all elements are not zero, by a count. An empty list of dims reduces none here, as in torch."""
     y: Any = input != 0
-    if not isinstance(dim, (tuple, list)) or dim:  # (no dims are none here, and all to other reductions)
-        false = total(y if func.__name__ == "any" else ~y, dim, keepdim)
-        y = (false != 0) if func.__name__ == "any" else (false == 0)
+    if not isinstance(dim, (tuple, list)) or dim:
+        count = total(y if func.__name__ == "any" else ~y, dim, keepdim)
+        y = (count != 0) if func.__name__ == "any" else (count == 0)
     return y.to(torch.uint8) if input.dtype == torch.uint8 else y
 
 
 @handles("_is_any_true _is_all_true", "torch Tensor")
 def truth_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch's checks ask of a tensor of truths (``torch._check_tensor_all``)."""
+    """Whether any or all elements are true, as ``torch._check_tensor_all`` asks. In a rehearsal all are."""
     (x,) = (*args, *kwargs.values())
     if x.dtype is not torch.bool:
         raise RuntimeError(f"{func.__name__} needs truths; got a tensor of {x.dtype}")
-    if x._context.comm.imagined and func.__name__ == "_is_all_true":  # (what is checked is taken to hold)
+    if x._context.comm.imagined and func.__name__ == "_is_all_true":
         entire(x.all())
         return torch.ones((), dtype=torch.bool, device="cpu")
     return x.any() if func.__name__ == "_is_any_true" else x.all()
 
 
 @handles("count_nonzero", "torch Tensor")
-def count_nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, dim: Any = None) -> Any:
-        return total(input.detach() != 0, dim)
-
-    return run(*_positional(args), **kwargs)
+@_with_listed_dims
+def count_nonzero(func: Any, input: Any, dim: Any = None) -> Any:
+    return total(input.detach() != 0, dim)
 
 
 @handles("nansum nanmean", "torch Tensor")
 @by_name
 def without_nan(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    func(torch.zeros(1, dtype=input.dtype, device=input.device), dtype=dtype)  # (for torch's error)
+    """Sum or mean over the elements that are not nan."""
+    func(torch.zeros(1, dtype=input.dtype, device=input.device), dtype=dtype)  # raises torch's error
     if not (input.is_floating_point() or input.is_complex()):
         return input.sum(dim, keepdim, dtype=dtype)
-    there = ~input.detach().isnan()
-    y = total(input.masked_fill(~there, 0), dim, keepdim, dtype)
-    y = y.to(input.dtype) if dtype is None else y  # (which autocast does not cast, as it does sums)
-    return y / total(there, dim, keepdim) if func.__name__ == "nanmean" else y
+    valid = ~input.detach().isnan()
+    y = total(input.masked_fill(~valid, 0), dim, keepdim, dtype)
+    y = y.to(input.dtype) if dtype is None else y  # autocast casts sums, but not this function
+    return y / total(valid, dim, keepdim) if func.__name__ == "nanmean" else y
