@@ -17,13 +17,13 @@ from distdl.globals.views.strides import blank, offset_of, strides_of
 
 
 class _Line(NamedTuple):
-    """Cells of memory at equal distances, as an ``as_strided`` reads them.
+    """Cells of memory at equal distances, along which one or two dims of an ``as_strided`` result run.
 
     Attributes:
-        stride: the distance.
-        dim: of the result, which runs along the line.
-        window: that which runs along a window of it, if there is one; dim then tells windows apart.
-        step: from window to window, in cells of the line.
+        stride: the distance of two cells.
+        dim: the dim of the result that runs along the line; along its windows, if there are any.
+        window: the dim that runs inside of a window, if the line is read in windows.
+        step: the distance of two windows, in cells of the line.
     """
 
     stride: int
@@ -32,12 +32,15 @@ class _Line(NamedTuple):
     step: int = 1
 
     def needs(self, size: Sequence[int]) -> int:
-        """How many of its cells are read."""
+        """How many cells of the line are read for a result of this size."""
         return (size[self.dim] - 1) * self.step + (1 if self.window is None else size[self.window])
 
 
 def _lines(size: Sequence[int], stride: Sequence[int]) -> list[_Line] | None:
-    """The lines along which dims of these sizes and strides run, the longest stride first. None if they do not."""
+    """The lines along which the dims of a result run, the longest stride first. None if they are no lines.
+
+    Two dims share a line, as windows that overlap, if the stride of one is less than the other's extent in memory.
+    """
     dims = sorted((dim for dim, n in enumerate(size) if n != 1), key=lambda dim: -stride[dim])
     found: list[_Line] = []
     while dims:
@@ -55,7 +58,7 @@ def _lines(size: Sequence[int], stride: Sequence[int]) -> list[_Line] | None:
 
 
 def _order(x: GlobalTensor) -> list[int] | None:
-    """The dims of a tensor in the order of its memory; None if that has gaps, or several elements in one place."""
+    """The dims of a tensor in the order of its memory; None if its memory has gaps, or elements share a place."""
     strides = strides_of(x)
     if not strides:
         return list(range(x.dim()))
@@ -66,9 +69,10 @@ def _order(x: GlobalTensor) -> list[int] | None:
 @handles("as_strided", "torch Tensor")
 @by_name
 def as_strided(func: Any, input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-    """Windows, slices and other orders of dims, as strides of the memory that the whole tensor would have.
+    """A tensor of given strides in the memory that the whole tensor would have in torch.
 
-    Longformer and LED take windows of their chunks so, whose dims are in another order.
+    Windows, slices and permutations of dims become such functions; Longformer and LED take windows so. Other strides
+    fall back.
 
     Raises: RuntimeError for a tensor whose memory has gaps, and where cells before the tensor would be read.
     """
@@ -76,36 +80,37 @@ def as_strided(func: Any, input: Any, size: Any, stride: Any, storage_offset: in
     offset = 0 if storage_offset is None else storage_offset - offset_of(input)
     order = _order(input)
     if (order is None or offset < 0) and 0 not in (*size, input.numel()):
-        func(torch.empty(0, device="meta"), size, stride, storage_offset)  # (for torch's error)
+        func(torch.empty(0, device="meta"), size, stride, storage_offset)  # raises torch's error
         _refuse("as_strided", input, size, stride, storage_offset)
     lines = _lines(size, stride) if len(size) == len(stride) and 0 not in (*size, input.numel()) else None
-    found = None if lines is None else _placed(lines, input.numel(), offset, size)
-    inside = input if order is None else input.permute(order)
+    found = None if lines is None else _index_lines(lines, input.numel(), offset, size)
+    in_memory_order = input if order is None else input.permute(order)
     if found is None:
-        return fall_back(func, (inside, size, stride, offset), {})
-    extents, cells = found
-    y: Any = part(inside.reshape(extents), cells)
-    places = [line.dim for line in lines or ()]
+        return fall_back(func, (in_memory_order, size, stride, offset), {})
+    extents, index = found
+    y: Any = part(in_memory_order.reshape(extents), index)
+    dims = [line.dim for line in lines or ()]  # the dims of the result, in the order of y's
     for place, line in enumerate(lines or ()):
         if line.window is not None:
             y = y.unfold(place, size[line.window], line.step)
-            places.append(line.window)
-    return y.permute([places.index(dim) for dim in sorted(places)]).reshape(size)
+            dims.append(line.window)
+    return y.permute([dims.index(dim) for dim in sorted(dims)]).reshape(size)
 
 
 @handles("as_strided_ as_strided_copy as_strided_scatter", "torch Tensor")
 @wraps(fall_back)
-def _strided_apart(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _strided_copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Fall back, which gathers the cells of x alone. Strides that need the memory around x are refused."""
     names = ["input", *["src"] * (func.__name__ == "as_strided_scatter"), "size", "stride", "storage_offset"]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    x, offset = given["input"], given.get("storage_offset")
-    # (one worker will have the cells of x alone)
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    x, offset = named["input"], named.get("storage_offset")
     if type(x) is GlobalTensor and x.numel() and (strides_of(x) or (offset is not None and offset_of(x))):
-        _refuse(func.__name__, x, given.get("size"), given.get("stride"), offset)
+        _refuse(func.__name__, x, named.get("size"), named.get("stride"), offset)
     return fall_back(func, args, kwargs)
 
 
 def _refuse(name: str, x: GlobalTensor, size: Any, stride: Any, offset: int | None) -> NoReturn:
+    """Raises: RuntimeError, which says what the memory of x would be, and what to take instead."""
     raise RuntimeError(
         f"{name} cannot read the memory of a global tensor of shape {tuple(x.shape)}, strides {x.stride()} and offset "
         f"{offset_of(x)} by size {size}, strides {stride} and offset {offset}: it may meet gaps, cells before the "
@@ -114,8 +119,17 @@ def _refuse(name: str, x: GlobalTensor, size: Any, stride: Any, offset: int | No
     )
 
 
-def _placed(lines: Sequence[_Line], cells: int, offset: int, size: Sequence[int]) -> tuple[list[int], list[Any]] | None:
-    """Where lines lie in so many cells: extents of which each line has a dim, and an index. None if they do not."""
+def _index_lines(
+    lines: Sequence[_Line], cells: int, offset: int, size: Sequence[int]
+) -> tuple[list[int], list[Any]] | None:
+    """How to read lines from contiguous memory: reshape it to these extents, and take a basic index of the result.
+
+    Args:
+        cells: how many cells the memory has.
+        offset: of the first cell that is read.
+        size: of the result.
+    Returns: extents and index, with a dim for each line; None if the lines do not fit into such dims.
+    """
     strides = [cells, *(line.stride for line in lines), 1]
     if any(n % m for n, m in pairwise(strides)):
         return None

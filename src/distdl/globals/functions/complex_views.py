@@ -18,7 +18,7 @@ from distdl.globals.views.strides import View, offset_of
 
 @handles("view_as_real", "torch")
 def view_as_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """Real and imaginary part along a last dim, which is not split."""
+    """View complex numbers as pairs of real ones along a new last dim, which is not split."""
     (x,) = (*args, *kwargs.values())
     layout: KnownLayout = x._layout
 
@@ -26,11 +26,11 @@ def view_as_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return layout.context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, 2),)])
 
     target = layout.context.keep(("view_as_real", layout), make)
-    return view_of(x, func(block_of(x)).reshape(target.local), target, False, _of_numbers(func))
+    return view_of(x, func(block_of(x)).reshape(target.local), target, False, _real_view(func))
 
 
-def _of_numbers(func: Callable[..., Any]) -> View:
-    """How a view of complex numbers is taken that has two elements in the place of each."""
+def _real_view(func: Callable[..., Any]) -> View:
+    """How a function takes a view of real numbers of a complex tensor, whose strides count them."""
 
     def view(whole: torch.Tensor) -> Any:
         return func(torch.empty_strided(whole.shape, whole.stride(), dtype=torch.complex64, device="meta"))
@@ -40,14 +40,14 @@ def _of_numbers(func: Callable[..., Any]) -> View:
 
 @handles("real imag conj", "torch Tensor")
 def parts_of_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Real or imaginary part, or conjugates: views, and of real numbers the tensor itself."""
+    """Views of real parts, imaginary parts or conjugates. Of a real tensor, the tensor itself, where torch does so."""
     (x,) = (*args, *kwargs.values())
     block = block_of(x)
     y = func(block)
     if y is block:
         return x
     alike = y.dtype == block.dtype
-    return view_of(x, y, x._layout, False, View("conj", torch.conj) if alike else _of_numbers(func))
+    return view_of(x, y, x._layout, False, View("conj", torch.conj) if alike else _real_view(func))
 
 
 handles_property("real", "imag")(parts_of_numbers)
@@ -55,9 +55,9 @@ handles_property("real", "imag")(parts_of_numbers)
 
 @handles("view_as_complex", "torch")
 def view_as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """Complex numbers, whose parts lie along the last dim."""
+    """View pairs of real numbers along the last dim as complex ones. Blocks of other strides are copied."""
     (x,) = (*args, *kwargs.values())
-    shape_of(func, x, (), {})  # (for torch's error)
+    shape_of(func, x, (), {})  # raises torch's error
     if offset_of(x) % 2:
         raise RuntimeError("Tensor must have a storage_offset divisible by 2")
     dims = x.dim()
@@ -69,9 +69,9 @@ def view_as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
     target = layout.context.keep(("view_as_complex", layout), make)
     block = block_of(y)
-    if not layout.active:  # (whose last dim is empty, too)
+    if not layout.active:  # all dims of this block are empty, also the last one
         block = block.reshape((*target.local, 2))
     elif block.stride(-1) != 1 or any(n % 2 for n in (block.storage_offset(), *block.stride()[:-1])):
-        # (also along dims of one cell or none, which count as contiguous whatever their strides)
+        # torch also looks at the strides of dims of extent 1, which contiguous() leaves as they are
         block = torch.empty_like(block, memory_format=torch.contiguous_format).copy_(block)
     return view_of(x, func(block), target, y is not x, View("view_as_complex", torch.view_as_complex))

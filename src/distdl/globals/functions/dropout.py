@@ -26,12 +26,12 @@ _ALPHA = 1.7580993408473766  # the negative of what SELU tends to
 def _dropping(
     name: str, batched: int | None = None, leading: int | None = None, alpha: bool = False
 ) -> Callable[..., Any]:
-    """A handler of a dropout.
+    """A handler of a dropout function.
 
     Args:
-        batched: with how many dims there is a batch; with fewer, one number is drawn for each channel.
-        leading: how many dims are drawn; None for all.
-        alpha: whether it keeps mean and variance of what comes out of SELU.
+        batched: the number of dims of a tensor with a batch. One with fewer has no batch, and its first dim is drawn.
+        leading: how many dims are drawn, beginning with the first; None for all.
+        alpha: whether it is alpha dropout, which keeps mean and variance of what SELU returns.
     """
 
     @by_name
@@ -43,7 +43,7 @@ def _dropping(
         inplace: bool = False,
         train: Any = None,
     ) -> Any:
-        training = training if train is None else train
+        training = training if train is None else train  # the operators of torch call it train
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
         if not training or p == 0:
@@ -59,7 +59,13 @@ def _dropping(
 def dropped(
     x: GlobalTensor, p: float, leading: int | None, alpha: bool = False, inplace: bool = False, name: str = "dropout"
 ) -> GlobalTensor:
-    r"""Set random parts of a tensor to zero, and scale the others: :math:`y_c = x_c m_c / (1 - p)`."""
+    r"""Set random elements of a tensor to zero and scale the others: :math:`y = x m / (1 - p)` with a random mask m.
+
+    Args:
+        leading: how many dims the mask has, beginning with the first; it is the same along the others. None for all.
+        alpha: whether dropped elements become the limit of SELU instead, scaled to keep mean and variance.
+        inplace: whether x is written and returned.
+    """
     draw, block, layout = next_draw(x._context), block_of(x), x._layout
     mask = drawn(layout, draw, None, torch.bool, block.device, leading, p)
     scale, shift = (0.0 if p == 1 else 1 / (1 - p)), None
@@ -72,7 +78,7 @@ def dropped(
             block.add_(shift)
         note_written(x, name)
         return x
-    # (what a backward computes once more draws what it drew)
+    # if a checkpoint repeats this call with other draws, the backward raises
     y = masked(block if x._context.own(Draws).repeats else repeatable(block), mask, scale)
     made = GlobalTensor._of(y if shift is None else y + shift, layout)
     keep_order((x,), made, dropped)
@@ -101,7 +107,7 @@ def rrelu(
     training: bool = False,
     inplace: Any = False,
 ) -> Any:
-    """A leaky ReLU whose slope is drawn for each element while training."""
+    """Leaky ReLU whose slope is drawn for each element while training, and is the mean slope otherwise."""
     inplace = bool(inplace) or func.__name__.endswith("_")
     if lower > upper:
         raise RuntimeError("Lower bound should be less than or equal to the upper bound")

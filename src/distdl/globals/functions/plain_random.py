@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from distdl.globals.functions.random import next_draw, of_copies, of_replica
+from distdl.globals.functions.random import draw_whole, next_draw, of_replica
 from distdl.globals.layouts.context import Context
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.replicas import Replica
@@ -73,7 +73,7 @@ class Drawing(TorchFunctionMode):
         if (handled or func in _TAKE_GENERATOR) and GlobalTensor not in types and kwargs.get("generator") is None:
             self.context.own(_Drawn).plain = True
             if handled:
-                return of_copies(func, args, kwargs, self.context)
+                return draw_whole(func, args, kwargs, self.context)
             device = _device(args, kwargs)
             if device.type != "meta":
                 kwargs = {**kwargs, "generator": generator(self.context, device)}

@@ -1,10 +1,11 @@
-"""Random functions of global tensors: each element is drawn by its place, so no partition changes what is drawn.
+"""Random functions of global tensors. Their results do not depend on the partition.
 
-What is drawn follows from the seed of torch (that of the worker from which tensors entered), from how many random calls
-there were since, and from the element's place in the whole tensor. Torch's generators are not drawn from. A forward
-that a checkpoint recomputes draws what it drew before.
+The value of an element follows from torch's seed on the worker where tensors entered, from the count of random calls
+since then, and from the element's index in the whole tensor. Torch's generators do not advance. A forward that a
+checkpoint recomputes draws the same values again.
 
-A function that is given a generator draws from it what torch draws. It has to be in the same state on every worker.
+A function that is given a generator draws from it as in torch. The generator has to be in the same state on every
+worker.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from distdl.partition.sharing import broadcast_value
 from distdl.tensors.draws import Draw, Draws, seed
 from distdl.tensors.uniform import Value, mask_block, uniform_block
 
-_KIND = 2  # (parameters and layers of nn have 0 and 1)
+_KIND = 2  # tells these draws apart from those of parameters (0) and of layers of nn (1)
 
 
 def next_draw(context: Context) -> Draw:
-    """The next random call, the same on every worker. Collective if no tensor has brought a seed along."""
+    """The seed and number of the next random call, the same on every worker. Collective if no seed is agreed on yet."""
     draws = context.own(Draws)
     if draws.seed is None:
         context.comm.where = "the seed of random numbers"
@@ -60,12 +61,12 @@ def drawn(
     leading: int | None = None,
     least: float | None = None,
 ) -> torch.Tensor:
-    """This worker's block of a random tensor.
+    """This worker's block of a random tensor. Each element has a number that is uniform in [0, 1).
 
     Args:
-        value: what an element is of its number, uniform in [0, 1); itself if not given.
+        value: the function from an element's number to the element; the number itself if None.
         leading: how many dims are drawn, beginning with the first; the others have extent 1. None for all.
-        least: where it is given, an element is whether its number is at least that; there is no value or dtype then.
+        least: if given, the tensor is boolean: whether the number is at least this. Value and dtype are not used then.
     """
     if not layout.rulers and not layout.active:
         return torch.empty(0, dtype=dtype, device=device)
@@ -80,24 +81,18 @@ def drawn(
 
 
 def random_like(x: GlobalTensor, value: Value | None, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The block of a random tensor that lies as x does."""
+    """This worker's block of a random tensor in the layout of x. Elements are as for :func:`drawn`."""
     return drawn(x._layout, next_draw(x._context), value, dtype or x.dtype, x.device)
 
 
-_READ = (
-    "normal",
-    "poisson",
-    "multinomial",
-    "bernoulli",
-    "rrelu",
-    "rrelu_",
-)  # the functions that read what they are given
+# functions that read the values of their first argument, not only its shape
+_READING = frozenset(["normal", "poisson", "multinomial", "bernoulli", "rrelu", "rrelu_"])
 
 
 def takes_generator(handler: Handler) -> Handler:
-    """A handler of a random function that draws from a generator what torch draws, if it is given one.
+    """Let a handler of a random function take a generator, and draw from it what torch draws.
 
-    What a generator gives an element depends on all those before it, so each worker computes the whole result.
+    An element's value depends on all draws before it, so every worker computes the whole result and keeps its block.
     """
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,15 +105,15 @@ def takes_generator(handler: Handler) -> Handler:
         if in_place and args[0] is not x:
             return write(func, args, kwargs, args[0], (args, kwargs))
 
-        def taken(one: torch.Tensor) -> Any:
-            if name in _READ or one is not x:
+        def gather(one: torch.Tensor) -> Any:
+            if name in _READING or one is not x:
                 return whole(one)
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
-        given, named = map_tensors((args, kwargs), taken)
-        plain: torch.Tensor = func(*given, **named)
-        alike = plain.shape == x.shape
-        layout = x._layout if alike else split_like(context, plain.shape, x._layout.partition.workers)
+        plain_args, plain_kwargs = map_tensors((args, kwargs), gather)
+        plain: torch.Tensor = func(*plain_args, **plain_kwargs)
+        same_shape = plain.shape == x.shape
+        layout = x._layout if same_shape else split_like(context, plain.shape, x._layout.partition.workers)
         block = part_of(plain.detach() if plain.is_leaf else plain, layout, name)
         y = GlobalTensor._of(block.requires_grad_() if plain.is_leaf and plain.requires_grad else block, layout)
         return write_back(x, y, name) if in_place else y
@@ -127,38 +122,42 @@ def takes_generator(handler: Handler) -> Handler:
 
 
 def of_replica(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A random function of tensors that every worker has whole: each draws all of it, so they draw the same."""
+    """Apply a random function to replicas: every worker draws the whole result, and all draw the same."""
     context = next(one._context for one in tensors_in((args, kwargs)) if type(one) is Replica)
-    return of_copies(func, args, kwargs, context)
+    return draw_whole(func, args, kwargs, context)
 
 
-def of_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context) -> Any:
-    """The same, also where no tensor has entered: then the results are plain."""
-    found: dict[int, torch.Tensor] = {}
-    kept: list[torch.Tensor] = []  # (so that no other gets their ids)
-    entered, by_generator = False, any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values()))
+def draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context) -> Any:
+    """Apply a random function to tensors that every worker has whole, as to global tensors of one block.
 
-    def own(one: torch.Tensor) -> Any:
-        nonlocal entered
-        entered = entered or type(one) is Replica
+    Returns: what the function returns: replicas if one is among the arguments, else plain tensors; and an argument
+        itself where the function returns it.
+    """
+    originals: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []  # alive, so that their ids stay theirs
+    is_replicated, by_generator = False, any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values()))
+
+    def as_one_block(one: torch.Tensor) -> Any:
+        nonlocal is_replicated
+        is_replicated = is_replicated or type(one) is Replica
         plain = copy_of(one) if type(one) is Replica else one
         made = plain if by_generator else GlobalTensor._of(plain, context.whole(plain.shape, context.me))
-        found[id(made)] = one
+        originals[id(made)] = one
         kept.append(made)
         return made
 
     def back(y: torch.Tensor) -> torch.Tensor:
-        if id(y) in found:
-            return found[id(y)]
+        if id(y) in originals:
+            return originals[id(y)]
         plain = y._block if type(y) is GlobalTensor else y
-        return Replica._of(plain, context) if entered else plain
+        return Replica._of(plain, context) if is_replicated else plain
 
-    given, named = map_tensors((args, kwargs), own)
-    return map_tensors(func(*given, **named) if by_generator else TABLE[func](func, given, named), back)
+    args, kwargs = map_tensors((args, kwargs), as_one_block)
+    return map_tensors(func(*args, **kwargs) if by_generator else TABLE[func](func, args, kwargs), back)
 
 
 def draws(names: str, spaces: str) -> Callable[[Handler], Handler]:
-    """Enter a handler of random functions, which replicas use, too."""
+    """Enter a handler of random functions for global tensors; replicas of them are drawn by it, too."""
 
     def enter(handler: Handler) -> Handler:
         REPLICATED.update(dict.fromkeys(named(names, spaces), of_replica))
@@ -171,7 +170,11 @@ def draws(names: str, spaces: str) -> Callable[[Handler], Handler]:
 
 
 def _like(value: Callable[..., Value | None]) -> Callable[..., Any]:
-    """A handler of a function that draws a tensor of the shape of another."""
+    """A handler of a function that draws a new tensor in the shape and layout of another.
+
+    Args:
+        value: takes the dtype and the bounds, if there are any; gives the function from uniform numbers to elements.
+    """
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
         x, *numbers = args
@@ -194,7 +197,11 @@ draws("randint_like", "torch")(_like(lambda dtype, *numbers: integers(*numbers))
 
 
 def _in_place(value: Callable[..., Value]) -> Callable[..., Any]:
-    """A handler of a function that fills a tensor with what is drawn."""
+    """A handler of a function that fills a tensor with random elements.
+
+    Args:
+        value: takes the dtype and the function's arguments; gives the function from uniform numbers to elements.
+    """
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
         x: GlobalTensor = args[0]
@@ -235,7 +242,7 @@ def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     draw = next_draw(x._context)
     if isinstance(odds, torch.Tensor):
         ones = (drawn(layout, draw, None, torch.float64, x.device) < odds.detach()).to(x.dtype)
-        if odds.requires_grad:  # (the derivative is zero, and not none)
+        if odds.requires_grad:  # as in torch, p has a gradient of zeros, not None
             ones = ones + zeroed(odds).to(x.dtype)
     else:
         ones = drawn(layout, draw, lambda u: u < odds, torch.bool, x.device).to(x.dtype)
@@ -247,6 +254,7 @@ def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_options(func: Any, kwargs: dict[str, Any], *known: str) -> None:
+    """Raises: TypeError for a keyword argument that is not among the known ones."""
     for key in kwargs:
         if key not in known:
             raise TypeError(f"{func.__name__}() of a global tensor got an unexpected keyword argument {key!r}")

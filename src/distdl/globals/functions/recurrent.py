@@ -1,4 +1,4 @@
-"""Recurrent networks of global tensors: steps and features of a sample are whole, and samples are split instead."""
+"""Recurrent networks of global tensors. Samples are split; each worker computes all steps and features of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distdl.tensors.connection import zeros_on
 
 @handles("lstm gru rnn_tanh rnn_relu", "torch")
 def layers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Layers over all steps. Sequences of different lengths fall back."""
+    """Recurrent layers over all steps. Packed sequences, whose lengths differ, fall back."""
     if len(args) != 9 or type(args[0]) is not GlobalTensor or args[0].dim() != 3 or not args[0].numel():
         return fall_back(func, args, kwargs)
     input, hx, weights, *options = args
@@ -32,7 +32,7 @@ def layers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     states = hx if isinstance(hx, (tuple, list)) else (hx,)
 
     def check() -> bool:
-        shape = [1 if dim == (1 if batch_first else 0) else n for dim, n in enumerate(input.shape)]  # (one step)
+        shape = [1 if dim == (1 if batch_first else 0) else n for dim, n in enumerate(input.shape)]  # of one step
         return judge(func, (torch.empty(shape, dtype=input.dtype, device="meta"), *args[1:]), kwargs)
 
     input._context.keep(("states", func, batch_first, input.shape, *(one.shape for one in states)), check)
@@ -48,7 +48,7 @@ def layers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _with_dropout(
     func: Callable[..., Any], input: Any, states: Sequence[Any], weights: Sequence[Any], options: Sequence[Any]
 ) -> Any:
-    """Layer by layer, with dropout of what the next one takes: an element is drawn by its place in the whole tensor."""
+    """Apply layer by layer, with our dropout between them, because torch's would depend on the partition."""
     biases, count, dropout, train, both, batch_first = options
     rows, of_layer = 2 if both else 1, len(weights) // count
     y, last = input, []
@@ -64,7 +64,7 @@ def _with_dropout(
 
 @handles("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", "torch")
 def cell(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One step."""
+    """One step of a recurrent layer."""
     if kwargs or type(args[0]) is not GlobalTensor or args[0].dim() != 2 or not args[0].numel():
         return fall_back(func, args, kwargs)
     input, hx, *weights = args
@@ -89,34 +89,33 @@ def _over_samples(
     weights: Sequence[Any],
     name: str,
 ) -> tuple[Any, ...]:
-    """Call a function with the samples that this worker has.
+    """Call a function with the samples of this worker, and return its results as global tensors.
 
     Args:
-        call: takes input, states and weights; gives tensors whose dims of samples are those of the input, if they have
-            as many steps, and else those of the states.
+        call: takes input, states and weights; returns a tuple. Its first tensor has the dims of the input, if there are
+            more results than states; all others have the dims of states.
         batch, states_batch: the dim of samples of the input, and of the states.
     """
     context = input._context
     layout = pencils(input._layout, [dim for dim in range(input.dim()) if dim != batch])
 
     def split(extents: Sequence[int], dim: int) -> KnownLayout:
-        """The layout of a tensor whose samples lie as those of the input."""
+        """The layout of a tensor of these extents whose samples, along a dim, are split as those of the input."""
         workers = layout.partition.workers.reshape([-1 if one == dim else 1 for one in range(len(extents))])
         return context.layout(
             workers, [layout.intervals[batch] if one == dim else ((0, n),) for one, n in enumerate(extents)]
         )
 
     block = moved(input, layout, name)
-    held = [split(one.shape, states_batch) for one in states]
-    given = [part_of(one, lies, name) for one, lies in zip(states, held, strict=True)]
-    own = _together(weights, context)
-    given = [one.contiguous() for one in given]  # (cuDNN takes no other states)
+    local_states = [part_of(one, split(one.shape, states_batch), name) for one in states]
+    own = _enter_together(weights, context)
+    local_states = [one.contiguous() for one in local_states]  # cuDNN takes no other states
     if block.numel():
-        found = call(block, given, own)
-    else:  # (the same operators as on the other workers, on one sample of zeros)
+        found = call(block, local_states, own)
+    else:  # the same operators as on the other workers, on one sample of zeros
         shape = [1 if dim == batch else n for dim, n in enumerate(input.shape)]
         least = [[1 if dim == states_batch else n for dim, n in enumerate(one.shape)] for one in states]
-        found = call(zeros_on(block, shape), [zeros_on(*pair) for pair in zip(given, least, strict=True)], own)
+        found = call(zeros_on(block, shape), [zeros_on(*pair) for pair in zip(local_states, least, strict=True)], own)
     results = []
     for place, one in enumerate(found):
         dim = batch if place == 0 and len(states) < len(found) else states_batch
@@ -126,16 +125,16 @@ def _over_samples(
     return tuple(results)
 
 
-def _together(weights: Sequence[Any], context: Context) -> list[Any]:
-    """This worker's own copies of weights. Those that have not entered with the model enter as one message.
+def _enter_together(weights: Sequence[Any], context: Context) -> list[Any]:
+    """This worker's own weights. The gradients of those that are no replicas of a model are added up in one message.
 
-    A layer without biases has None in their places.
+    A layer without biases has None in their places, which stays.
     """
-    found = [entire(one) for one in weights]
+    plain = [entire(one) for one in weights]
     recorded = torch.is_grad_enabled()
-    apart = [one is not None and one.requires_grad and recorded and type(one) is not Replica for one in found]
-    entering = [one for one, enters in zip(found, apart, strict=True) if enters]
+    enters = [one is not None and one.requires_grad and recorded and type(one) is not Replica for one in plain]
+    entering = [one for one, does in zip(plain, enters, strict=True) if does]
     for one in entering:
         check_origin(one, context)
-    copies = iter(enter(context, entering)) if entering else iter(())
-    return [next(copies) if enters else plain_of(one) for one, enters in zip(found, apart, strict=True)]
+    entered = iter(enter(context, entering)) if entering else iter(())
+    return [next(entered) if does else plain_of(one) for one, does in zip(plain, enters, strict=True)]

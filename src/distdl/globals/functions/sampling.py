@@ -1,4 +1,4 @@
-"""Draws from distributions that other tensors describe: of functions that draw uniform numbers, so each has an op."""
+"""Draws from distributions whose parameters are tensors, composed of functions that draw uniform numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from distdl.globals.tensor.table import by_name, handles
 @takes_generator
 @by_name
 def normal(func: Any, mean: Any, std: Any = 1.0) -> Any:
-    """Numbers around a mean for each element, with a deviation for each."""
+    """Normal numbers, with a mean and a standard deviation for each element.
+
+    Raises: RuntimeError, as torch does, for a negative deviation; NotImplementedError for means that are integers.
+    """
     judged(func, (mean, std), {})
     if isinstance(mean, torch.Tensor) and not mean.is_floating_point() and not mean.is_complex():
         raise NotImplementedError(f"normal draws fractions and complex numbers; mean has the dtype {mean.dtype}")
@@ -26,13 +29,13 @@ def normal(func: Any, mean: Any, std: Any = 1.0) -> Any:
     imagined = type(sizes) is GlobalTensor and sizes._context.comm.imagined
     if isinstance(sizes, torch.Tensor) and not imagined and not (sizes >= 0).all():
         raise RuntimeError("normal expects all elements of std >= 0.0")
-    around = _zeros_of(mean) + _zeros_of(std) + (mean.detach() if isinstance(mean, torch.Tensor) else mean)
-    y = torch.randn_like(around.detach()) * sizes + around
+    centre = _zeros_of(mean) + _zeros_of(std) + (mean.detach() if isinstance(mean, torch.Tensor) else mean)
+    y = torch.randn_like(centre.detach()) * sizes + centre
     return y.to(mean.dtype) if isinstance(mean, torch.Tensor) else y
 
 
 def _zeros_of(x: Any) -> Any:
-    """Zeros that have the derivative zero, as what is drawn has; of a number, zero."""
+    """Zeros in the shape of a tensor, which give it gradients of zeros, as draws do; of a number, zero."""
     return zeroed(x) if isinstance(x, torch.Tensor) else 0
 
 
@@ -40,8 +43,11 @@ def _zeros_of(x: Any) -> Any:
 @takes_generator
 @by_name
 def poisson(func: Any, input: Any) -> Any:
-    """How many photons there are, say: the fewest of which the odds of no more are a random number, by bisection."""
-    func(torch.zeros(1, dtype=input.dtype))  # (for torch's error)
+    """Poisson numbers with a rate for each element: the inverse of the distribution at a uniform number, by bisection.
+
+    Raises: RuntimeError for a negative rate, as torch does, and for an infinite one.
+    """
+    func(torch.zeros(1, dtype=input.dtype))  # raises torch's error
     rates, known = input.detach().double(), input.numel() and not input._context.comm.imagined
     if known and not rates.amin() >= 0:
         raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
@@ -60,7 +66,10 @@ def poisson(func: Any, input: Any) -> Any:
 @takes_generator
 @by_name
 def multinomial(func: Any, input: Any, num_samples: int, replacement: bool = False) -> Any:
-    """Numbers of classes, drawn by the probabilities of a row: the classes that come first in a race."""
+    """Indices drawn by the weights in each row: those with the largest ratios of weight to an exponential number.
+
+    Raises: RuntimeError, as torch does, for weights that are no probabilities.
+    """
     judged(func, (input, num_samples, replacement), {})
     if num_samples <= 0:
         raise RuntimeError("cannot sample n_sample <= 0 samples")
@@ -74,5 +83,5 @@ def multinomial(func: Any, input: Any, num_samples: int, replacement: bool = Fal
         raise RuntimeError(told if problem > 1 else "invalid multinomial distribution (sum of probabilities <= 0)")
     if replacement:
         odds = odds.unsqueeze(-2).expand(*odds.shape[:-1], num_samples, odds.shape[-1])
-    race = odds / torch.empty_like(odds).exponential_()
-    return race.argmax(-1) if replacement else race.topk(num_samples).indices
+    ratios = odds / torch.empty_like(odds).exponential_()
+    return ratios.argmax(-1) if replacement else ratios.topk(num_samples).indices

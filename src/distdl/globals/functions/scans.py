@@ -1,4 +1,4 @@
-"""Functions along a dim of a global tensor that depend on the order of its elements."""
+"""Scans: cumulative functions along a dim of a global tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from distdl.tensors.connection import always_curved, local
 @handles("cumsum cumprod", "torch Tensor")
 @by_name
 def cumulate(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
-    """Each worker cumulates its block. What the blocks in front of it come to, along a split dim, comes to it."""
+    """Cumulative sum or product along a dim, which may be split.
+
+    Each worker cumulates its block, gets the totals of the blocks before it, and adds or multiplies them in.
+    """
     name = func.__name__
     wanted = dtype or (input.dtype if input.is_floating_point() or input.is_complex() else torch.int64)
     x = input.to(wanted)
@@ -31,9 +34,9 @@ def cumulate(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
         return GlobalTensor._of(block.clone(), layout)
     judge_dtype(lambda one: func(one, 0, dtype=wanted), x)
     if wanted is torch.bool:
-        func(torch.zeros(1, dtype=wanted), 0, dtype=wanted)  # (for torch's error)
+        func(torch.zeros(1, dtype=wanted), 0, dtype=wanted)  # raises torch's error
     (along,) = dims
-    y = getattr(torch, name)(block, along, dtype=wanted)  # (else torch adds up small integers as larger ones)
+    y = getattr(torch, name)(block, along, dtype=wanted)  # without a dtype, torch would widen small integers
     y = y if name == "cumsum" else always_curved(y, block)
     if not split_along(layout, dims):
         return GlobalTensor._of(y, layout)
@@ -41,11 +44,11 @@ def cumulate(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
     reduce = partial(total, dim=along, keepdim=True, dtype=wanted)
     shape, least = reduced_shape(layout, dims), (1,) * x.dim()
     if layout.active and block.numel() == 0 and 0 not in shape:
-        whole = reduce(block)  # (0 or 1)
+        own_total = reduce(block)  # an empty sum or product: 0 or 1
     else:
-        whole = local(reduce, shape, (block, least))
-    owned, needed = layout.context.keep(("in front", layout, along), lambda: _in_front(layout, along))
-    before = moved_block(whole, owned, needed, name)
+        own_total = local(reduce, shape, (block, least))
+    owned, needed = layout.context.keep(("before", layout, along), lambda: _before(layout, along))
+    before = moved_block(own_total, owned, needed, name)
     before = reduce(before) if layout.active else before.reshape(layout.local)
     return GlobalTensor._of(y + before if name == "cumsum" else y * before, layout)
 
@@ -54,19 +57,19 @@ def _product(x: torch.Tensor, dim: int, keepdim: bool, dtype: torch.dtype) -> to
     return always_curved(torch.prod(x, dim, keepdim, dtype=dtype), x)
 
 
-def _in_front(layout: KnownLayout, dim: int) -> tuple[KnownLayout, KnownLayout]:
-    places = layout.partition.workers.shape[dim]
-    owned, needed = list(layout.intervals), list(layout.intervals)
-    owned[dim] = tuple((at, at + 1) for at in range(places))
-    needed[dim] = tuple((0, at) for at in range(places))
+def _before(layout: KnownLayout, dim: int) -> tuple[KnownLayout, KnownLayout]:
+    """Two layouts of the totals of blocks along a dim: each worker owns its own, and needs all before it."""
     workers = layout.partition.workers
+    owned, needed = list(layout.intervals), list(layout.intervals)
+    owned[dim] = tuple((at, at + 1) for at in range(workers.shape[dim]))
+    needed[dim] = tuple((0, at) for at in range(workers.shape[dim]))
     return layout.context.layout(workers, owned), layout.context.layout(workers, needed)
 
 
 @handles("cummax cummin logcumsumexp", "torch Tensor")
 @by_name
 def along_whole_dim(func: Any, input: Any, dim: Any) -> Any:
-    """The dim is made whole; other dims are split further instead."""
+    """Apply a scan along a dim, which becomes whole; other dims are split further instead."""
     dims = dims_of(input, dim)
     if not dims:
         return NotImplemented

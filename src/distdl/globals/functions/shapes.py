@@ -1,4 +1,4 @@
-"""Functions that give the same cells another shape: permutations, reshapes, and copies along dims of extent 1."""
+"""Functions that give a tensor another shape: permutations, reshapes and expansions."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from distdl.globals.tensor.table import TABLE, handles, handles_property
 from distdl.globals.views.aliasing import note_copied, note_view
 from distdl.globals.views.strides import View, is_copied, note_strides, of_memory, same_strides, strides_of, whole_view
 
-# -- what other families use, too
+# -- views, and whole dims, as other families need them, too
 
 
 def view_of(
     x: GlobalTensor, block: torch.Tensor, layout: KnownLayout, came: bool, view: View | None = None
 ) -> GlobalTensor:
-    """What is a view in torch.
+    """Make the result of a function that returns a view of x in torch.
 
     Args:
-        came: whether cells had to move, so that what is written into the result does not reach x.
-        view: how it is taken; None of a view of all of x.
+        block, layout: of the result.
+        came: whether cells moved between workers, so that the result is a copy, and writes into it do not reach x.
+        view: how torch takes the view of a whole tensor; None for a view of all of x in the same shape.
     """
     wants = x._block.requires_grad
     if block.requires_grad is not wants and not torch.is_grad_enabled():
-        block = block.detach().requires_grad_(wants)  # (as a view does there, also where cells came)
+        block = block.detach().requires_grad_(wants)  # torch's views do so without grad mode; copies have to
     y = GlobalTensor._of(block, layout, x._block)
     if view is None:
         same_strides(x, y)
@@ -50,7 +51,7 @@ def view_of(
 
 
 def whole_along(x: GlobalTensor, dims: Sequence[int], name: str) -> GlobalTensor:
-    """The same tensor with the given dims whole."""
+    """Redistribute a tensor so that the given dims are whole; other dims are split further instead."""
     needed = pencils(x._layout, dims)
     return x if needed is x._layout else GlobalTensor._of(moved(x, needed, name), needed)
 
@@ -60,16 +61,15 @@ def whole_along(x: GlobalTensor, dims: Sequence[int], name: str) -> GlobalTensor
 
 @handles("permute transpose swapaxes swapdims movedim moveaxis t adjoint", "torch Tensor")
 def permute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """Another order of dims; the partition's axes go with them. Nothing moves."""
+    """Permute the dims; the axes of the partition are permuted alike, so nothing moves."""
     x, *rest = args
     layout: KnownLayout = x._layout
     if not layout.rulers and (func in _OF_MATRICES or (func in _ADJOINTS and not x.is_complex())):
-        same: GlobalTensor = x  # (so it is in torch)
+        same: GlobalTensor = x  # as in torch, the tensor itself
         return same
 
     def make() -> KnownLayout:
-        # (extents that tell the dims apart)
-        probe = torch.empty([2 + dim for dim in range(len(layout.rulers))], device="meta")
+        probe = torch.empty([2 + dim for dim in range(len(layout.rulers))], device="meta")  # extents tell the dims
         order = [n - 2 for n in func(probe, *rest, **kwargs).shape]
         workers = layout.partition.workers.transpose(order)
         return layout.context.layout(workers, [layout.intervals[dim] for dim in order])
@@ -79,13 +79,13 @@ def permute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     block = block_of(x)
     if layout.rulers:
         block = func(block, *rest, **kwargs)
-    else:  # (of which only one worker's block has no dims; a view of its own, as its gradient may not be x's)
+    else:  # blocks of idle workers have a dim, so func would refuse them; a new view, whose gradient may differ
         block = block.conj() if func in _ADJOINTS else block.view_as(block)
     return view_of(x, block, target, False, View(key, lambda whole: func(whole, *rest, **kwargs)))
 
 
 handles_property("T", "mT", "H", "mH")(permute)
-_tensor: Any = torch.Tensor  # (its attributes are computed)
+_tensor: Any = torch.Tensor  # untyped, because its stubs do not show properties as descriptors
 _ADJOINTS = (torch.adjoint, torch.Tensor.adjoint, _tensor.H.__get__, _tensor.mH.__get__)
 _OF_MATRICES = (_tensor.mT.__get__,)
 
@@ -94,7 +94,12 @@ _OF_MATRICES = (_tensor.mT.__get__,)
 
 
 def reshaped(x: GlobalTensor, shape: Sequence[int], name: str = "reshape") -> GlobalTensor:
-    """The tensor in another shape of as many elements. Cells move where a worker's would form no box."""
+    """Reshape a tensor to a known shape of as many elements. Cells move where a worker's would not form a box.
+
+    Args:
+        name: of the function that asks; ``reshape``, ``flatten`` and ``ravel`` copy where torch's do, others view.
+    Raises: RuntimeError, as torch does, for a view that torch could not take of the whole tensor.
+    """
     layout, shape = x._layout, tuple(shape)
     copied = "_strides" in x.__dict__ and _is_copied(x, shape, name)
     if layout.extents == shape and not copied:
@@ -108,9 +113,9 @@ def reshaped(x: GlobalTensor, shape: Sequence[int], name: str = "reshape") -> Gl
 
 
 def _is_copied(x: GlobalTensor, shape: Shape, name: str) -> bool:
-    """Whether torch copies x there.
+    """Whether torch's function of this name would copy a tensor with the strides of x.
 
-    Raises: RuntimeError, as torch does, if x would have to be copied by a function that gives a view.
+    Raises: RuntimeError, as torch does, if ``view`` would have to copy.
     """
     if name == "view" and is_copied(x, shape):
         of_memory(x, "view", shape)
@@ -121,21 +126,22 @@ _MAY_COPY = ("reshape", "flatten", "ravel")
 
 
 def _shares(y: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether two plain tensors share memory."""
     return bool(y.untyped_storage()._cdata == x.untyped_storage()._cdata)
 
 
 @handles("reshape view flatten unflatten ravel squeeze unsqueeze", "torch Tensor")
 def reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another shape of the same elements."""
+    """Reshape; or, with a dtype, view the bits of the elements as another dtype of their size."""
     x, *rest = args
     if type(x) is not GlobalTensor:  # but one of the sizes is
         return func(x, *map_tensors(rest, int), **map_tensors(kwargs, int))
     dtype = next((value for value in (*rest, *kwargs.values()) if isinstance(value, torch.dtype)), None)
     if dtype is not None:
         if dtype.itemsize != x.dtype.itemsize:
-            of_memory(x, "view", dtype)  # (for torch's error)
+            of_memory(x, "view", dtype)  # raises torch's error
             return fall_back(func, args, kwargs)
-        return whole_view(x, block_of(x).view(dtype))  # (the bits of each element)
+        return whole_view(x, block_of(x).view(dtype))
     shape = shape_of(func, x, rest, kwargs)
     if func.__name__ == "flatten" and tuple(shape) == x._layout.extents:
         return x
@@ -144,7 +150,7 @@ def reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 @handles("view_as reshape_as", "Tensor")
 def reshape_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The shape of another tensor, of which only this is read."""
+    """Reshape to the shape of another tensor, whose values are not read."""
     x, other = (*args, *kwargs.values())
     y: torch.Tensor = x.view(other.shape) if func.__name__ == "view_as" else x.reshape(other.shape)
     return y
@@ -152,7 +158,7 @@ def reshape_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 @handles("atleast_1d atleast_2d atleast_3d", "torch")
 def atleast(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dims of extent 1 around a tensor that has few; one that has enough itself."""
+    """Add dims of extent 1 to tensors that have too few; return others themselves."""
     least = int(func.__name__.removesuffix("d")[-1])
     found = tuple(
         reshaped(x, shape_of(func, x, (), {}), func.__name__)
@@ -165,7 +171,7 @@ def atleast(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return found[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else found
 
 
-for _name in ("atleast_1d", "atleast_2d", "atleast_3d"):  # (as torch calls them for lists)
+for _name in ("atleast_1d", "atleast_2d", "atleast_3d"):  # torch's functions call these for lists
     TABLE[getattr(torch._C._VariableFunctions, _name)] = atleast
 
 
@@ -173,8 +179,8 @@ for _name in ("atleast_1d", "atleast_2d", "atleast_3d"):  # (as torch calls them
 def change_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     """Change the shape of a tensor in place.
 
-    Raises: RuntimeError for a leaf that requires a gradient, as torch does; where gradients are switched off, for each
-        tensor that requires one.
+    Raises: RuntimeError for a leaf that requires a gradient, as torch does; without grad mode, for every tensor that
+        requires one.
     """
     x, *rest = args
     name = func.__name__
@@ -191,19 +197,19 @@ def change_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return same
 
 
-# -- copies along dims of extent 1
+# -- expansion along dims of extent 1
 
 
 @handles("expand broadcast_to", "torch Tensor")
 def expand(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copies along dims of extent 1, on the workers that hold them: without memory of their own, as in torch."""
+    """Expand dims of extent 1 on the workers that hold them: a view without memory of its own, as in torch."""
     x, *rest = args
     kwargs.pop("implicit", None)
     return expanded(x, shape_of(func, x, rest, kwargs))
 
 
 def expanded(x: Any, shape: Shape) -> Any:
-    """The same to a known shape; of a tensor that every worker has, too."""
+    """Expand a tensor to a known shape. It may also be one that every worker has whole."""
     if type(x) is not GlobalTensor:
         return x.expand(shape)
     layout = x._layout
@@ -227,22 +233,22 @@ def _expansion(shape: Shape) -> View:
 
 @handles("expand_as", "Tensor")
 def expand_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The shape of another tensor, and its layout if that is global, too."""
+    """Expand to the shape of another tensor, and to its layout if both are global."""
     x, other = (*args, *kwargs.values())
     if type(x) is not GlobalTensor or type(other) is not GlobalTensor:
         plain: torch.Tensor = x.expand(other.shape)
         return plain
-    shape_of(torch.Tensor.expand, x, (tuple(other.shape),), {})  # (for torch's error)
+    shape_of(torch.Tensor.expand, x, (tuple(other.shape),), {})  # raises torch's error
     target, (block, _) = aligned(x._context, [x, other.detach()], 1, "expand_as")
     return view_of(x, block.expand(target.local), target, True, _expansion(tuple(other.shape)))
 
 
-# -- reshapes with permutations
+# -- cells between channels and space
 
 
 @handles("pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle", "torch functional")
 def shuffle(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cells of channels become cells of space, the other way round, or change their order: by reshapes."""
+    """Move cells from channels to space or back, or shuffle channels: compositions of reshape and permute."""
     x, n = (*args, *kwargs.values())
     name = func.__name__
     if name.endswith("channel_shuffle"):

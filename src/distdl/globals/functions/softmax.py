@@ -1,7 +1,7 @@
-r"""Softmax and its kin over dims of a global tensor.
+r"""Softmax and logsumexp over dims of a global tensor, which may be split.
 
-Of the exponentials along the dims, each block knows its maximum m and its sum s of :math:`e^{x - m}`. These two come to
-all blocks along the dims, which is all that softmax has to know of the others.
+Each worker computes the maximum m of its block along the dims, and the sum s of :math:`e^{x - m}`. The workers along
+the dims gather these two numbers, and need nothing else of each other.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from distdl.tensors.connection import always_curved, local
 from distdl.tensors.dtypes import HALVES
 
 
-def _mass(
+def _exponential_sums(
     x: GlobalTensor, dims: tuple[int, ...], name: str, everywhere: bool, bounded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The maximum m along the dims, and the sum of ``exp(x - m)``.
+    """The maximum m along the dims, and the sum of ``exp(x - m)``, both with extent 1 along the dims.
 
     Args:
-        bounded: m is 0 where it is infinite. (logsumexp is infinite there; softmax is nan.)
+        everywhere: all workers along the dims get them; else only those that have cells of the reduced layout.
+        bounded: an infinite m counts as 0. Then logsumexp is infinite; without this, softmax is nan.
     """
     layout, block = x._layout, block_of(x)
     shape, least = reduced_shape(layout, dims), (1,) * x.dim()
 
-    def shift(top: torch.Tensor) -> torch.Tensor:  # (a block of minus infinities adds nothing, whatever is subtracted)
+    def shift(top: torch.Tensor) -> torch.Tensor:
+        """What to subtract: 0 for a block of minus infinities, which adds nothing but would give nan."""
         return top.masked_fill(top.isinf() if bounded else top == -inf, 0)
 
     def measure(one: torch.Tensor) -> torch.Tensor:
@@ -60,26 +62,26 @@ def _mass(
 @handles("softmax log_softmax softmin", "torch Tensor functional special")
 @by_name
 def softmax(func: Any, input: Any, dim: Any = None, *rest: Any, dtype: Any = None, _stacklevel: int = 3) -> Any:
-    """Split dims, too: two numbers for each line of each block travel."""
+    """Softmax, log softmax or softmin over a dim. If it is split, two numbers for each line of each block move."""
     name = func.__name__.removeprefix("special_")
     for one in rest:
         dtype = one if isinstance(one, torch.dtype) else dtype
     if dim is None:
         dim = 0 if input.dim() in (0, 1, 3) else 1
-    x = -input if name == "softmin" else input  # (which wraps around where it has no sign)
+    x = -input if name == "softmin" else input  # before the conversion, as in torch: unsigned integers wrap around
     x = x if dtype is None else x.to(dtype)
     dims, layout = dims_of(x, dim), x._layout
     own = torch.log_softmax if name == "log_softmax" else torch.softmax
     at = dims[0] if dims else 0
     judge_dtype(lambda one: own(one, at), x)
-    if not x.is_floating_point():  # (for torch's error, also where there are no cells)
+    if not x.is_floating_point():  # raises torch's error, also on workers without cells
         own(torch.zeros((1,) * x.dim(), dtype=x.dtype), at)
     if not split_along(layout, dims) or not x.numel():
         block = block_of(x)
         return GlobalTensor._of(own(block, at), layout)
-    if x.dtype in HALVES:  # (as torch adds up; on a GPU, autocast gives float32)
+    if x.dtype in HALVES:  # computed in float32, as in torch; on a GPU, autocast returns float32
         return own(x.float(), dim).to(own(block_of(x).new_zeros(()), 0).dtype)
-    top, sums = _mass(x, dims, name, everywhere=True)
+    top, sums = _exponential_sums(x, dims, name, everywhere=True)
     block = block_of(x)
     if not layout.active:
         y = always_curved(block + top.reshape(layout.local) + sums.reshape(layout.local), sums)
@@ -93,10 +95,11 @@ def softmax(func: Any, input: Any, dim: Any = None, *rest: Any, dtype: Any = Non
 @handles("logsumexp", "torch Tensor special")
 @by_name
 def logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
+    """The logarithm of the sum of exponentials over dims."""
     x = input if input.is_floating_point() or input.is_complex() else input.to(torch.get_default_dtype())
     dims, layout = dims_of(x, dim), x._layout
     if isinstance(dim, (tuple, list)) and not dim:
-        # (for torch's error: it takes no dims for all of them, and then fails without keepdim)
+        # raises torch's error: torch takes no dims for all dims, and then fails without keepdim
         func(torch.zeros((1,) * x.dim(), dtype=x.dtype), dim, keepdim)
     if not prod(x.shape[one] for one in dims):
         return total(x, dims, keepdim) - inf
@@ -107,7 +110,7 @@ def logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
         return y if keepdim else without_dims(y, dims)
     target = reduced_layout(layout, dims)
     if split_along(layout, dims):
-        top, sums = _mass(x, dims, "logsumexp", everywhere=False, bounded=True)
+        top, sums = _exponential_sums(x, dims, "logsumexp", everywhere=False, bounded=True)
         block = top.reshape(target.local) + local(torch.log, target.local, (sums, (1,)))
     else:
         at = dims or (0,)

@@ -1,4 +1,4 @@
-"""Windows of a tensor, the cells around it, and cells that go between channels and space."""
+"""Windows of a global tensor: unfold and fold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distdl.tensors.connection import refuses, zeros_on
 @handles("unfold", "Tensor")
 @by_name
 def windows(func: Any, self: Any, dimension: int, size: int, step: int) -> Any:
-    """Windows along a dim. Where they overlap, the dim is whole."""
+    """Windows along a dim, as a new last dim. If they are not side by side, the dim becomes whole."""
     shape = shape_of(func, self, (dimension, size, step), {})
     if not self.dim():
         return NotImplemented
@@ -43,13 +43,14 @@ def windows(func: Any, self: Any, dimension: int, size: int, step: int) -> Any:
 
 
 def _pair(value: Any) -> tuple[int, int]:
+    """A size along both dims of space, given as one number or two."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value, value)
 
 
 @handles("unfold", "functional")
 @by_name
 def im2col(func: Any, input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
-    """Windows as columns. Where they fit side by side, by reshapes; else the space is whole."""
+    """Windows of space as columns. Windows side by side are a reshape; else the dims of space become whole."""
     shape = shape_of(func, input, (kernel_size, dilation, padding, stride), {})
     if input.dim() == 3:
         return func(input.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
@@ -60,7 +61,7 @@ def im2col(func: Any, input: Any, kernel_size: Any, dilation: Any = 1, padding: 
         kept = part(input, [slice(None), slice(None), slice(0, i * k), slice(0, j * m)])
         columns = kept.reshape(b, c, i, k, j, m).permute(0, 1, 3, 5, 2, 4)
         moves = (i > 1 and k * m > 1) or (j > 1 and m > 1)
-        return (columns if moves else columns.clone()).reshape(shape)  # (torch's are never a view)
+        return (columns if moves else columns.clone()).reshape(shape)  # in torch never a view
     x = whole_along(input, [2, 3], "unfold")
     layout, context = x._layout, x._context
     cells = kernel[0] * kernel[1]
@@ -89,7 +90,7 @@ def col2im(
     padding: Any = 0,
     stride: Any = 1,
 ) -> Any:
-    """Columns as windows, which add up where they overlap."""
+    """Put columns back as windows of space, and add up where these overlap. The dims of space become whole."""
     shape = shape_of(func, input, (output_size, kernel_size, dilation, padding, stride), {})
     if input.dim() == 2:
         return func(input.unsqueeze(0), output_size, kernel_size, dilation, padding, stride).squeeze(0)

@@ -1,4 +1,4 @@
-"""Values that Python asks for: they come to every worker, so that all of them decide alike."""
+"""Functions that give Python values of a tensor. Every worker gathers the whole tensor, so all decide alike."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from distdl.transport.calls import VALUE
 @handles("item __float__ __int__ __bool__ __index__ __complex__ tolist __contains__ __format__", "Tensor")
 @handles("equal allclose is_nonzero _assert_async", "torch Tensor")
 def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch says of whole tensors: a value, a decision or an assertion, the same on every worker. Collective."""
-    return func(*map(_whole, args), **{name: _whole(one) for name, one in kwargs.items()})
+    """Apply torch's function to gathered tensors: the same value, decision or assertion on every worker. Collective."""
+    return func(*map(_gather, args), **{name: _gather(one) for name, one in kwargs.items()})
 
 
 @handles("numpy __array__", "Tensor")
 def array(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The whole tensor as an array of NumPy's. Collective.
+    """The whole tensor as a NumPy array. Collective.
 
     Raises: RuntimeError, torch's own, if the tensor requires a gradient and ``force`` is not set.
     """
@@ -34,20 +34,21 @@ def array(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return value(func, args, kwargs)
 
 
-def _whole(value: Any) -> Any:
+def _gather(value: Any) -> Any:
+    """The whole of a global tensor, as a plain one without a gradient; other values as they are. Collective."""
     if type(value) is not GlobalTensor:
         return value
     return value_of(block_of(value).detach(), value._layout, VALUE)
 
 
 def _compare_whole() -> None:
-    """Let ``torch.testing.assert_close`` compare whole tensors, on every worker: torch asks nobody there."""
+    """Let ``torch.testing.assert_close`` gather global tensors, because torch dispatches nothing there."""
     known: Any = TensorLikePair
     to_tensor = known._to_tensor
 
     @wraps(to_tensor)
     def whole(pair: Any, given: Any) -> Any:
-        return to_tensor(pair, _whole(given))
+        return to_tensor(pair, _gather(given))
 
     known._to_tensor = whole
 
@@ -57,7 +58,7 @@ _compare_whole()
 
 @handles("result_type is_same_size", "torch Tensor")
 def known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What follows from shapes and dtypes."""
+    """Apply torch's function to tensors without memory: its result follows from shapes and dtypes."""
     with uncounted():
         blank = [
             torch.empty(one.shape, dtype=one.dtype, device="meta") if type(one) is GlobalTensor else one for one in args
@@ -67,7 +68,7 @@ def known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles("_has_compatible_shallow_copy_type", "torch")
 def known_of_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``module.to`` asks of a parameter and of what comes into its place: the same of their blocks."""
+    """Apply torch's function to blocks: ``module.to`` asks it of a parameter and of the tensor that replaces it."""
     return func(*(one._block if type(one) is GlobalTensor else one for one in args))
 
 
@@ -76,7 +77,7 @@ def show(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Shape, dtype, partition and this worker's block. A tensor without dims shows its value: that is collective."""
     x = args[0]
     if not x.dim():
-        shown = repr(_whole(x)).removeprefix("tensor(").removesuffix(")")
+        shown = repr(_gather(x)).removeprefix("tensor(").removesuffix(")")
         return f"GlobalTensor({shown}, on worker {int(x.layout.partition.workers)})"
     me = x._context.me
     cells = ", ".join(f"{start}:{stop}" for start, stop in x._layout.box)
@@ -91,6 +92,7 @@ def show(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     "Tensor",
 )
 def memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Raises: TypeError, because no worker has the memory of the whole tensor."""
     raise TypeError(
         f"{func.__name__} asks for the memory of a global tensor, of which each worker has a block; ask x.to_local() "
         f"or x.full_tensor() for it"
@@ -99,7 +101,7 @@ def memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles("fused_moving_avg_obs_fake_quant", "torch")
 def observing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An error: torch does not say what this function writes, so the other workers would not learn of it."""
+    """Raises: NotImplementedError, because torch's schema does not say which tensors this function writes."""
     raise NotImplementedError(
         f"{func.__name__} of a global tensor would leave other extremes and scales on each worker; take "
         "torch.ao.quantization.FakeQuantize in the place of FusedMovingAvgObsFakeQuantize"
