@@ -1,4 +1,4 @@
-"""Comparing what every worker has whole, without a message more: bits of it travel with gradients.
+"""Comparing tensors that every worker has whole, without further messages: bits of them travel with gradients.
 
 Whatever writes into weights has to write the same on every worker, and nobody sees it do so. So bits of one parameter
 or buffer travel with the gradients of a backward, and of the next one with those of the next backward. In the first
@@ -38,11 +38,11 @@ _PLAIN = (
 
 
 class Turn:
-    """Which parameter or buffer of a model is compared next. The next one is, once a backward has compared it.
+    """Which parameter or buffer of a model is compared next. Each backward that has compared one moves on.
 
     Attributes:
-        number: of that one.
-        unread: on a GPU, what the last backward has compared, the sums of the bits, and when they are on the host.
+        number: of the parameter or buffer.
+        unread: on a GPU, the last backward's look, its sums of the bits, and an event: then they are on the host.
     """
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class Turn:
 
 
 class Look:
-    """What is compared with the gradients of a forward: a tensor, and the plain ones that wait when they leave.
+    """What is compared with the gradients of a forward: one tensor, and the samples of plain tensors that wait.
 
     Args:
-        turn: whose turn it is; None if nothing is compared.
-        one: the tensor; None on all workers if plain ones alone are compared.
+        turn: moves on when this is compared; None if nothing is compared.
+        one: the tensor; None on all workers if samples alone are compared.
         name: of the tensor.
     """
 
@@ -66,7 +66,7 @@ class Look:
 
     @cached_property
     def bits(self) -> torch.Tensor | None:
-        """Of a checksum, one number for each: every message of the backward carries the same. None for zeros."""
+        """``BITS`` numbers of 0 or 1: every message of the backward carries the same. None for zeros."""
         if self._turn is None:
             return None
         self._samples = self._context.own(Samples).take()
@@ -79,7 +79,7 @@ class Look:
     def settle(self, sums: torch.Tensor) -> None:
         """Compare the tensors if the bits that came with a backward's first message differ. Collective.
 
-        Raises: ValueError, the same on every worker.
+        Raises: ValueError, the same on every worker, if the tensors differ.
         """
         turn, self._turn = self._turn, None
         if turn is None:
@@ -88,7 +88,8 @@ class Look:
         if sums.is_cpu:
             self._compare(sums)
             return
-        before = turn.unread  # (to read those of this backward would wait for all that the GPU has been told to do)
+        # On a GPU, the sums of the last backward are read: those of this one would wait for all work in the queue.
+        before = turn.unread
         turn.unread = self, sums.to("cpu", non_blocking=True), torch.Event(sums.device)
         turn.unread[2].record()
         if before is not None:
@@ -103,20 +104,24 @@ class Look:
 
 
 def differ(sums: torch.Tensor, context: Context) -> bool:
-    """Whether bits were not the same on all workers, over which these are their sums.
+    """Whether bits differ between workers, from their sums over all workers: equal ones add up to 0 or to n.
 
-    A sum that no bits have, as nan, is a difference, too: MPI may have added up messages of another call.
+    Any other sum is a difference, also nan: MPI may have added up messages of different calls.
     """
     return any(n not in (0, len(context.everyone)) for n in sums.tolist())
 
 
 def check_samples(context: Context, what: str, passed: int, samples: Sequence[Sample]) -> list[int]:
-    """Check that plain tensors are those of worker 0, where all have as many, read at the same places. Collective.
+    """Check that plain tensors are equal to those of worker 0. Collective.
+
+    Nothing is compared if workers have different numbers of them, or have read them at different places.
 
     Args:
-        passed: how many plain tensors there were, with those of which there are no samples.
-    Returns: how many each worker has.
-    Raises: ValueError, the same on every worker.
+        what: is compared, as a text that is the same on every worker.
+        passed: how many plain tensors there were, also those without a sample.
+        samples: of the plain tensors, in order.
+    Returns: how many each worker had.
+    Raises: ValueError, the same on every worker, if one differs.
     """
     context.comm.where = what
     told = gather_values(context.comm, context.everyone, what, (passed, list(samples)))
@@ -138,7 +143,7 @@ def check_samples(context: Context, what: str, passed: int, samples: Sequence[Sa
 def _check_weight(context: Context, one: torch.Tensor, name: str) -> None:
     """Compare a tensor with that of worker 0. Collective.
 
-    Nothing is compared where workers have tensors of other names, shapes or dtypes: these are not one variable.
+    Nothing is compared if names, shapes or dtypes differ between workers: these tensors are not one variable.
 
     Raises: ValueError, the same on every worker, if they differ by more than rounding.
     """
@@ -163,7 +168,7 @@ def first_of(context: Context, one: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(own: torch.Tensor, first: torch.Tensor) -> tuple[float, float]:
-    """How far values are from others, and the largest one of these."""
+    """The largest difference of values from those of worker 0, and the largest of worker 0's."""
     if not own.numel():
         return 0.0, 0.0
     same = (own == first) | (own.isnan() & first.isnan())

@@ -1,9 +1,9 @@
-"""What workers compare of global tensors under ``DISTDL_DEBUG=1``: that all of them call the same function on them.
+"""The debugging mode, ``DISTDL_DEBUG=1``: all workers compare which functions of global tensors they call.
 
-Global tensors agree on nothing, so where workers run different code, blocks of different tensors would meet. What is
-compared before each exchange (see :mod:`distdl.exchange.watching`) then says which function it belongs to, and which
-were called since the last one that all workers took part in: functions of elements exchange nothing. What a function is
-called with is compared, too: layouts and dtypes, numbers, and what plain tensors hold.
+Global tensors agree on nothing, so where workers run different code, blocks of different tensors would meet. Before
+each exchange the workers compare a text (see :mod:`distdl.exchange.watching`). It says to which function the exchange
+belongs, and which functions were called since the last exchange of all workers, as those of elements exchange nothing.
+The text of a call has its arguments: layouts and dtypes, numbers, and checksums of plain tensors.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ from distdl.transport.communicator import name_workers
 class _Calls(threading.local):
     def __init__(self) -> None:
         self.open: list[str] = []
-        self.past: deque[str] = deque(maxlen=1000)  # calls since the last exchange of all workers, which have made none
+        # calls since the last exchange of all workers, none of which has exchanged anything
+        self.past: deque[str] = deque(maxlen=1000)
         self.exchanges = 0
 
 
 _calls = _Calls()
 _SAME = (torch.Tensor, torch.nn.Parameter, Replica)  # types of tensors that are the same on every worker
-_SHOWN = 1000  # characters of what a function is called with
-# (what one worker may ask by itself, in a line that it prints)
+_SHOWN = 1000  # characters of the arguments in the text of a call
+# functions that one worker may call by itself, for a line that it prints
 _ASKED_ALONE = frozenset(
     ["__get__", "__repr__", "__str__", "__len__", "dim", "size", "numel", "stride", "type", "cuda"]
 )
-_WRITING = frozenset(["copy_", "fill_"])  # functions that write all of their first argument, which may not be filled
+_WRITING = frozenset(["copy_", "fill_"])  # they write all of their first argument, whose old values do not matter
 _ALIKE = frozenset(
     ["expand_as", "view_as", "reshape_as", "type_as", "to"]
 )  # those that ask for shapes and dtypes alone
 _NUMBERS = (bool, int, float, complex, slice, torch.dtype)
-_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")  # those of lists, as optimisers call them: blocks stand there, too
+_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")  # functions of optimisers on lists, in which blocks stand, too
 
 
 def watch(comm: Communicator) -> None:
@@ -72,17 +73,18 @@ opened.append(_watch_if_asked)
 
 
 def noted(handler: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a handler, and remember meanwhile what it is called for."""
+    """Call a handler; while it runs, an exchange of this worker belongs to this call."""
     with _calling(_described(func, args, kwargs, not _calls.open), name_of(func) in _ASKED_ALONE):
         return handler(func, args, kwargs)
 
 
 @contextmanager
 def _calling(text: str, alone: bool = False) -> Iterator[None]:
-    """A context for a call that may exchange; behind it, one that has not is remembered.
+    """A context for a call. A call of a user's that has exchanged nothing is compared before the next exchange.
 
     Args:
-        alone: whether one worker may call it by itself, as it exchanges nothing.
+        text: the call, for people.
+        alone: whether one worker may make the call by itself, so that it is not compared.
     """
     outermost, exchanges = not _calls.open, _calls.exchanges
     _calls.open.append(text)
@@ -96,7 +98,7 @@ def _calling(text: str, alone: bool = False) -> Iterator[None]:
 
 
 def _moving(what: str, x: Any, to: Any) -> AbstractContextManager[None]:
-    """The same for what moves a global tensor; see :func:`distdl.globals.tensor.observers.moving`."""
+    """A context for a move of a global tensor; see :func:`distdl.globals.tensor.observers.moving`."""
     target = place_of(to) if isinstance(to, Layout) else f"on {'every worker' if to is None else f'worker {to}'}"
     return _calling(f"{what}({_split(x, x._layout)}; to lie {target})")
 
@@ -108,7 +110,7 @@ def note_plain(what: str, x: torch.Tensor) -> None:
 
 
 def _past() -> list[str]:
-    """What this worker has called since the last exchange of all workers, which begins now."""
+    """The calls of this worker since the last exchange of all workers. A new one begins now."""
     found = list(_calls.past)
     _calls.past.clear()
     _calls.exchanges += 1
@@ -116,6 +118,7 @@ def _past() -> list[str]:
 
 
 def _described_here(what: str) -> str:
+    """The text of an exchange: the call, or the backward, to which it belongs, and the module in which it is made."""
     backward = torch._C._current_graph_task_id() != -1
     if backward and not what.startswith("the backward"):
         what = f"the backward of {what}"
@@ -126,11 +129,11 @@ def _described_here(what: str) -> str:
 
 
 def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool) -> str:
-    """A call, for people.
+    """The text of a call.
 
     Args:
-        whole: whether its plain tensors are the same on every worker: those of a user's call. (Inside of a handler,
-            they may be blocks.)
+        whole: whether its plain tensors are the same on every worker. They are in a user's call; in a call that a
+            handler makes, they may be blocks.
     """
     name = name_of(func)
     listed = name.startswith(_LISTS)
@@ -144,7 +147,7 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
         layout = one.__dict__.get("_layout")
         if layout is not None or listed:
             return "" if layout is None else _split(one, layout)
-        # (beside numbers alone, each worker may have another number, as a loss of its block: worker 0's counts)
+        # without a split tensor, each worker may have a number of its own, as the loss of its block; worker 0's counts
         same = split or type(one) is torch.nn.Parameter or (type(one) is torch.Tensor and one.numel() > 1)
         return _plain(one, same and whole and name not in _ALIKE and id(one) not in written)
 
@@ -153,11 +156,12 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
 
 
 def _is_all(index: Any) -> bool:
+    """Whether an index selects the whole tensor."""
     return index is ... or (type(index) is slice and index == slice(None))
 
 
 def _texts(value: Any, tell: Callable[[torch.Tensor], str], whole: bool) -> Iterator[str]:
-    """Nested arguments as texts: tensors; of a user's call, numbers and generators, too. (Devices may differ.)"""
+    """Nested arguments as texts: tensors, and in a user's call numbers and generators. Devices may differ."""
     if isinstance(value, torch.Tensor):
         yield tell(value)
     elif isinstance(value, (tuple, list)):
@@ -165,7 +169,7 @@ def _texts(value: Any, tell: Callable[[torch.Tensor], str], whole: bool) -> Iter
             yield from _texts(one, tell, whole)
     elif isinstance(value, dict):
         for name, one in value.items():
-            if isinstance(name, str):  # (in the memo of a deep copy, all that has been copied stands under numbers)
+            if isinstance(name, str):  # the memo of a deep copy has everything that was copied under numbers
                 yield from (text and f"{name}={text}" for text in _texts(one, tell, whole))
     elif whole and isinstance(value, _NUMBERS):
         yield repr(value)
@@ -174,6 +178,7 @@ def _texts(value: Any, tell: Callable[[torch.Tensor], str], whole: bool) -> Iter
 
 
 def _plain(x: torch.Tensor, whole: bool) -> str:
+    """The text of a plain tensor, with a checksum if it is the same on every worker."""
     text = f"a plain {'nested' if x.is_nested else dims(x.shape)} {x.dtype}"
     if not whole or type(x) not in _SAME or x.is_nested or x.layout is not torch.strided or x.is_meta:
         return text
@@ -182,14 +187,15 @@ def _plain(x: torch.Tensor, whole: bool) -> str:
 
 
 def _split(x: Any, layout: Any) -> str:
-    # (without grad mode nothing follows from it, and what enters is a leaf on the worker that has it alone)
+    """The text of a global tensor."""
+    # compared in grad mode only: without it, workers may differ, and no graph follows from that
     gradient = " with gradient" if x._block.requires_grad and torch.is_grad_enabled() else ""
     shape = f"{dims(layout.extents)} {x.dtype}" if layout.extents else f"a number, {x.dtype},"
     return f"{shape} {place_of(layout)}{gradient}"
 
 
 def place_of(layout: Layout) -> str:
-    """Where a tensor of this layout lies, for people."""
+    """The workers and the sizes of blocks of a layout, for people."""
     sizes = ", ".join("+".join(str(stop - start) for start, stop in along) for along in layout.intervals)
     if not sizes:
         return f"on {name_workers(layout.partition.workers.ravel().tolist())}"

@@ -1,4 +1,4 @@
-"""Whether what every worker has whole of a model, parameters and buffers, is still the same on all of them."""
+"""Whether the parameters and buffers that every worker has whole are still the same on all workers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Drift:
 
     def __init__(self) -> None:
         self._round: list[tuple[str, torch.nn.Module, str]] = []  # the name of each, its module, and its name there
-        self._turn = Turn()  # (which graphs keep: these are kept by the model, and must not keep it)
+        self._turn = Turn()  # graphs keep the turn, so it must not keep the model, which keeps graphs
 
     def look(self, context: Context, module: torch.nn.Module) -> Look:
-        """What is compared with the gradients of a forward that begins."""
+        """What is compared with the gradients of the forward that begins now."""
         if context.comm.imagined or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-            return Look(context, None)  # (a CUDA graph is replayed without Python)
+            return Look(context, None)  # a CUDA graph is replayed without Python
         if self._turn.number >= len(self._round):
             self._round, self._turn.number = _places_in(module), 0
         name, child, key = self._round[self._turn.number]
-        one = getattr(child, key, None)  # (the forward may have set another)
+        one = getattr(child, key, None)  # None if a forward has deleted it
         return Look(context, self._turn, one if is_comparable(one) else torch.zeros(1, device="cpu"), name)
 
 

@@ -21,7 +21,7 @@ from distdl.partition.sharing import gather_values
 from distdl.tensors.memory import parts_of
 from distdl.transport.callsite import users_call
 
-_CONTAINERS = torch.nn.ParameterList.__module__  # (which say where their parameters are)
+_CONTAINERS = torch.nn.ParameterList.__module__  # their extra_repr tells the device of parameters
 _LATER = "taking in what was set or written in a model since it was distributed, or since its last forward"
 
 _SEED = torch.Generator("cpu").initial_seed()  # torch's own, while a program has set none
@@ -49,8 +49,8 @@ def make_equal(
     Nothing moves but checksums if they are equal already.
 
     Args:
-        only: the ids of those of which it is asked; all, if not given.
-        options: what else has to be the same on every worker, as texts.
+        only: the ids of the tensors that are made equal; if not given, all are.
+        options: texts of what else has to be the same on every worker.
 
     Raises: ValueError, the same on every worker, if the models differ in names, shapes or dtypes, in their modules, or
         in the options, or if one has weights without values (on the meta device).
@@ -68,7 +68,7 @@ def make_equal(
     texts += (*options, *_parts(module)) if only is None else ()
     call = "distribute" if only is None else _LATER
     context.comm.where = call
-    # (of each how often it has been written, and its checksum)
+    # how often each was written, and its checksum
     states = [None if one.is_meta else (writes_of(one), checksum(one)) for _, one in found]
     described = crc32("\n".join(texts).encode())
     told = gather_values(context.comm, context.everyone, call, (described, states))
@@ -94,8 +94,8 @@ def make_equal(
 def _tell_of_draws(context: Context, names: Sequence[str], told: Sequence[Sequence[tuple[int, int]]]) -> None:
     """Warn, once in a world, that workers which are threads have drawn different weights after a seed was set.
 
-    A weight counts that all workers have written equally often. If one worker alone has loaded weights, it has written
-    them more often; and memory that nobody has written holds nothing that was drawn.
+    Only weights count that all workers have written equally often, and at least once: one worker that has loaded
+    weights has written them more often, and what nobody has written was not drawn.
     """
     for name, *states in zip(names, *told, strict=True):
         writes = {times for times, _ in states}
@@ -105,19 +105,24 @@ def _tell_of_draws(context: Context, names: Sequence[str], told: Sequence[Sequen
 
 
 def _parts(module: torch.nn.Module) -> list[str]:
-    """What the modules of a model are, as texts: their places and classes, and the options of torch's own."""
+    """A text for each module of a model: its path, its class, and of torch's own modules the options."""
     found = []
     for path, child in module.named_modules():
         kind, options = type(child), ""
         if kind.__module__.startswith("torch.nn.") and kind.__module__ != _CONTAINERS:
-            with suppress(AttributeError):  # (of a layer whose weights a forward sets)
+            with suppress(AttributeError):  # raised by a layer whose weights are set in a forward
                 options = child.extra_repr()
         found.append(f"{path or 'the model'} is {kind.__name__}({options})")
     return found
 
 
 def _check_same(context: Context, call: str, texts: Sequence[str], rule: str, cure: str = "") -> None:
-    """Raise an error, of the first difference, if workers have other texts. Collective."""
+    """Check that all workers have the same texts. Collective.
+
+    Args:
+        rule, cure: what the error says before and behind the first difference.
+    Raises: ValueError, the same on every worker.
+    """
     told = gather_values(context.comm, context.everyone, call, list(texts))
     for worker, theirs in enumerate(told):
         for one, other in zip_longest(told[0], theirs, fillvalue="nothing more"):
@@ -140,7 +145,10 @@ def check_equal(module: torch.nn.Module, context: Context) -> None:
 
 
 def whole_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The parameters and buffers that all workers have whole, with their names: those of distdl.nn live on some."""
+    """The parameters and buffers that all workers have whole, with their names.
+
+    Those of modules of distdl.nn are left out, as they live on some workers, and so are sharded weights.
+    """
     others = [child for child in module.modules() if isinstance(child, Module)]
     apart = {id(one) for child in others for one in (*child.parameters(), *child.buffers())}
     listed = [*module.named_parameters(), *module.named_buffers()]

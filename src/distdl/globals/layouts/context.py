@@ -1,4 +1,4 @@
-"""What all workers know by construction: the layouts of global tensors, and what has been set up for them."""
+"""What all workers know without a message: the layouts of global tensors, and what has been set up for them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _KEPT = 4096
 
 
 class _Worlds(threading.local):
-    """This worker's worlds that have had global tensors, without those of rehearsals.
+    """The worlds in which this worker has had global tensors, without those of rehearsals.
 
     Attributes:
         count: how many there were.
-        contexts: of those that are still there.
+        contexts: the contexts of worlds that are still open.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _Worlds(threading.local):
 worlds = _Worlds()
 
 opened: list[Callable[[Communicator], None]] = []
-"""What is called with the communicator of each world that gets its first global tensor."""
+"""Functions that are called with the communicator of each world that gets its first global tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,12 +68,12 @@ class KnownLayout(Layout):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # (also in other places, where torch then refuses it)
+        # also where torch wants no layout at all: it then refuses torch.strided
         return func(*map(_with_strided, args), **{key: _with_strided(one) for key, one in (kwargs or {}).items()})
 
     @cached_property
     def size(self) -> torch.Size:
-        """Global shape of a tensor that is tiled so."""
+        """The shape of a whole tensor in this layout."""
         return torch.Size(self.extents)
 
     @cached_property
@@ -88,7 +88,7 @@ class KnownLayout(Layout):
 
     @cached_property
     def local(self) -> Shape:
-        """Shape of this worker's block. A worker outside holds no cell: also of a tensor without dims."""
+        """The shape of this worker's block. Outside the partition it has no cell, also of a tensor without dims."""
         return shape(self.box) if self.active else (0,) * max(len(self.rulers), 1)
 
     @cached_property
@@ -110,7 +110,7 @@ class KnownLayout(Layout):
         return found
 
     def resized(self, extents: Sequence[int]) -> KnownLayout:
-        """The layout of a tensor with as many dims: those of equal extent are split alike, others evenly."""
+        """The layout of a tensor with other extents: a dim of the same extent is split as here, others evenly."""
         intervals = [
             along if along[-1][1] == n else balanced(n, len(along))
             for along, n in zip(self.intervals, extents, strict=True)
@@ -122,7 +122,7 @@ class KnownLayout(Layout):
 
 
 def _with_strided(value: Any) -> Any:
-    """A value of which torch's layout takes the place of a known one; also in lists, as torch looks for tensors."""
+    """A value, or torch.strided in the place of a known layout; also in a list or a tuple."""
     if isinstance(value, (tuple, list)) and any(isinstance(one, KnownLayout) for one in value):
         return type(value)([_with_strided(one) for one in value])
     return torch.strided if isinstance(value, KnownLayout) else value
@@ -151,7 +151,7 @@ class Context:
 
     @classmethod
     def of(cls, comm: Communicator) -> Context:
-        """That of a communicator."""
+        """The context of a communicator, made at first use."""
         found: Context | None = comm.kept.get(cls)
         if found is None:
             found = comm.kept[cls] = cls(comm)
@@ -163,7 +163,7 @@ class Context:
         return found
 
     def has(self, P: Partition) -> bool:
-        """Whether a partition is of this world, or of one that this one stands for in a rehearsal."""
+        """Whether a partition is of this world. In a rehearsal, which stands for another world, any is."""
         return self.comm.imagined or Context.of(P.comm) is self
 
     def own(self, kind: type[T]) -> T:
@@ -178,7 +178,7 @@ class Context:
 
     @property
     def stands_for_torch(self) -> bool:
-        """Whether this is the one worker of a rehearsal of the sequential model: all that it has lies on it."""
+        """Whether this is a rehearsal of the sequential model, whose one worker has all tensors whole."""
         return self.comm.imagined and len(self.everyone) == 1
 
     @cached_property
@@ -196,15 +196,17 @@ class Context:
         return found
 
     def known(self, layout: Layout) -> KnownLayout:
-        """A layout as the one object that stands for it here."""
+        """The known layout that is equal to a layout."""
         if isinstance(layout, KnownLayout) and layout.context is self:
             return layout
         return self.layout(layout.partition.workers, layout.intervals)
 
     def tiling(self, layout: Layout, name: str) -> KnownLayout:
-        """The same of a layout that a user has given to a function.
+        """The known layout that is equal to one that a user has given to a function.
 
-        Raises: ValueError for one of another world, or whose boxes do not tile a tensor.
+        Args:
+            name: of the function.
+        Raises: ValueError for a layout of another world, or one whose boxes do not tile a tensor.
         """
         if not self.has(layout.partition):
             raise ValueError(f"{name} needs a layout of the tensor's world; got one over {layout.partition} of another")
@@ -248,20 +250,21 @@ class Context:
         return self.keep(("whole", tuple(extents), worker), make)
 
     def everywhere(self, extents: Sequence[int]) -> KnownLayout:
-        """Where every worker needs all cells of a tensor of at least one dim: boxes that overlap."""
+        """The layout in which every worker needs all cells of a tensor of at least one dim. Its boxes overlap."""
         first, *rest = extents
         workers = self.world.workers.reshape(-1, *[1] * len(rest))
         return self.layout(workers, [((0, first),) * len(self.everyone), *[((0, n),) for n in rest]])
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What was made under a key; made now if it was not, or was long ago."""
+        """The object that is kept under a key. If there is none (any more), it is made now.
+
+        The oldest are forgotten when there are many. Which ones a worker keeps follows from its part in a function, so
+        workers may forget the same key at different calls; what is made must send no messages.
+        """
         return _found(self._kept, key, make)
 
     def keep_told(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The same for what the workers tell each other: all of them forget it at the same call.
-
-        What else a worker keeps follows from its part in a function, so each forgets that at other moments.
-        """
+        """The same for an object for which the workers exchange messages: all of them forget it at the same call."""
         return _found(self._told, key, make)
 
     def moving(
@@ -279,12 +282,12 @@ class Context:
             plan = copy(owned, needed, self.me)
             return site.operator(plan, dtype, derivatives, [owned.local], [needed.local], keeps_format=True)
 
-        # (the name is in the tags of messages: if this was forgotten on one worker only, all make it of the same name)
+        # the name is in the tags of messages, so a worker that has forgotten the operator makes it with the same name
         return self.keep((owned, needed, dtype, derivatives, name), make)
 
 
 def other_world(name: str, *contexts: Context) -> ValueError:
-    """What a function raises that has got tensors of several worlds."""
+    """The error for a function that has got tensors of several worlds."""
     listed = " and of ".join(str(one.comm.size) for one in contexts)
     return ValueError(f"{name} needs tensors of one world; got some of worlds of {listed} workers")
 

@@ -1,6 +1,6 @@
 """How a split tensor gets another shape: where its cells have to lie first, and how the result is split.
 
-What a worker has is a box of both shapes. Layouts alone, and no tensors.
+A worker can reshape its block by itself if the block's cells are a box of both shapes. This file computes layouts only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Reshape(NamedTuple):
     """How a tensor is reshaped.
 
     Attributes:
-        needed: where its cells have to be first; None if they are.
+        needed: the layout that the tensor has to have first; None if it has it.
         target: the layout of the result.
     """
 
@@ -27,25 +27,27 @@ class Reshape(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """Splits of dims, before and after a reshape, under which each worker's box is one of the other shape, too."""
+    """Splits of the dims before and after a reshape, under which each worker's cells are a box of both shapes."""
 
     before: list[Intervals]
     after: list[Intervals]
 
 
 def place(layout: KnownLayout, dim: int) -> int:
-    """The place of the one cell along a dim of extent 1."""
+    """The index of the interval that has the one cell along a dim of extent 1."""
     return next(at for at, (start, stop) in enumerate(layout.intervals[dim]) if stop > start)
 
 
 def plan_reshape(layout: KnownLayout, shape: Shape) -> Reshape:
-    """How to reshape a tensor of that layout.
+    """How to reshape a tensor of a layout.
 
-    Dims before and after fall into groups of equal volume. A group of one dim on either side stays as it is split. In
-    another, the workers' boxes have to be boxes of both shapes. If they are not, the group is split anew over as many
-    places; if that cannot be, these places go to a dim that stays; and if there is none, some workers are left out.
-    Where all cells move (``flatten`` of rows behind channels), the places go to a long dim before the group at once, as
-    that of samples: what comes next reads whole features more often than whole samples.
+    Dims before and after the reshape fall into groups of equal volume. A group of one dim on either side keeps its
+    split. In any other, each worker's cells have to be a box of both shapes. If they are not, the group is split anew
+    over as many places. If that cannot be, a dim that keeps its split is split further, over these places, too. If
+    there is no such dim, some workers are left out.
+
+    Where all cells move anyway (``flatten`` of rows behind channels), the places go at once to a long dim before the
+    group, such as that of samples: the next function reads whole features more often than whole samples.
     """
     context, extents = layout.context, layout.extents
     workers = layout.partition.workers
@@ -88,9 +90,12 @@ def plan_reshape(layout: KnownLayout, shape: Shape) -> Reshape:
 
 
 def _give_away(grid: Any, outer: list[Intervals], at: int, to: int) -> Any:
-    """The workers where the places of one group split another one further, whose intervals change in the list.
+    """Split one group further over the places of another one, which is whole then. Gives the new array of workers.
 
-    They stay inside of those that were, unless these are too uneven.
+    Args:
+        outer: the intervals of each group; those of the group that is split further are replaced in the list. The new
+            ones lie inside of the old ones, unless the old ones are too uneven.
+        at, to: the group that gives its places away, and the one that gets them.
     """
     longest, extent = max(stop - start for start, stop in outer[to]), outer[to][-1][1]
     if longest > 2 * -(-extent // len(outer[to])):
@@ -102,14 +107,17 @@ def _give_away(grid: Any, outer: list[Intervals], at: int, to: int) -> Any:
 
 
 def _with_units(context: Context, grid: Any, intervals: list[Intervals], shape: Shape) -> KnownLayout:
-    """The layout of a shape, of which the splits of the dims of more than one element are given."""
+    """The layout of a shape, from the intervals of its dims of extent other than 1."""
     rest = iter(intervals)
     full = [((0, 1),) if n == 1 else next(rest) for n in shape]
     return context.layout(grid.reshape([len(one) for one in full]), full)
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[int, int], list[int]]]:
-    """Runs of dims of equal volume, of two shapes without extents of 1: which dims before, and the extents after."""
+    """The groups of dims of equal volume of two shapes without extents of 1.
+
+    Returns: for each group, the first dim before the reshape and the one behind the last, and the extents after it.
+    """
     found, i, k = [], 0, 0
     while i < len(before):
         j, m = i + 1, k + 1
@@ -125,6 +133,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[int
 
 
 def _scaled(intervals: Intervals, by: int, unit: int = 1) -> Intervals:
+    """Intervals counted in other cells: ``unit`` of the old cells are ``by`` of the new ones."""
     return tuple((start // unit * by, stop // unit * by) for start, stop in intervals)
 
 
@@ -133,10 +142,10 @@ def _whole(extents: Sequence[int]) -> list[Intervals]:
 
 
 def _as_it_is(before: Sequence[int], after: Sequence[int], intervals: Sequence[Intervals]) -> _Fit | None:
-    """The splits as they are, if each worker's box is a box of the other shape.
+    """The splits as they are, if each worker's cells are a box of the other shape, too; else None.
 
-    So it is if only the outermost dim is split, where the cells of both shapes end; or if there are single cells of the
-    outermost dim of one side, and this is so for the cells in each of them.
+    They are if only the outermost dim is split, at places where cells of the outermost dims of both shapes end. They
+    are as well if the outermost dim of one shape is split into single cells, and the same holds inside of each cell.
     """
     units = gcd(before[0], after[0])
     unit = before[0] // units
@@ -157,7 +166,10 @@ def _as_it_is(before: Sequence[int], after: Sequence[int], intervals: Sequence[I
 
 
 def _fit(before: Sequence[int], after: Sequence[int], places: int) -> _Fit | None:
-    """Splits over so many places, as even as possible. None if there are none."""
+    """Splits over a number of places, as even as possible, for which each worker's cells are a box of both shapes.
+
+    Returns: None if there are no such splits.
+    """
     if places == 1:
         return _Fit(_whole(before), _whole(after))
     if not before or not after:
@@ -169,7 +181,7 @@ def _fit(before: Sequence[int], after: Sequence[int], places: int) -> _Fit | Non
             [_scaled(split, before[0] // units), *_whole(before[1:])],
             [_scaled(split, after[0] // units), *_whole(after[1:])],
         )
-    # single cells of the outermost dim of one side, and each of them split further
+    # split the outermost dim of one shape into single cells, and each of them further
     if units == 1 or places % units:
         return None
     if before[0] == units:
@@ -182,7 +194,7 @@ def _fit(before: Sequence[int], after: Sequence[int], places: int) -> _Fit | Non
 
 
 def _repeated(splits: list[Intervals], times: int) -> list[Intervals]:
-    """The same split of an outermost dim, once for each of so many runs of it."""
+    """Splits in which the outermost dim is longer by a factor, and each part of it is split as the whole was."""
     first, *rest = splits
     extent = first[-1][1]
     return [tuple((start + n * extent, stop + n * extent) for n in range(times) for start, stop in first), *rest]

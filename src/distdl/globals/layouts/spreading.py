@@ -1,6 +1,6 @@
-"""Spreading: how labels are split over workers, of which each dim of a tensor has one. Layouts alone, and no tensors.
+"""How labels are split over workers. Each dim of a tensor has a label, as in an einsum.
 
-Labels are as in an einsum: dims with the same label run along together.
+Dims of several tensors with the same label have the same index. This file computes layouts only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distdl.globals.layouts.context import Context, KnownLayout
 Labels = tuple[Hashable, ...]
 
 SPACIOUS = 4
-"""Cells of a dim for each worker, at least, where it is split for what comes next, so that uneven parts cost less."""
+"""The least cells for each worker in a dim that is split in the place of another, so that uneven parts cost less."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Spread:
     intervals: tuple[tuple[Interval, ...], ...]
 
     def places(self, label: Hashable) -> int:
-        """Along how many places a label is split."""
+        """Into how many parts a label is split."""
         return int(self.workers.shape[self.labels.index(label)])
 
     def along(self, label: Hashable) -> tuple[Interval, ...]:
@@ -45,9 +45,10 @@ class Spread:
         return prod(self.longest(label) for label in labels)
 
     def whole_along(self, label: Hashable, candidates: Sequence[Hashable]) -> Spread:
-        """The spread in which a label is whole. Its axis splits that of the candidates further that is longest.
+        """The spread in which a label is whole, and its workers split another one further.
 
-        Intervals stay inside of those that were. Where no candidate has more than a cell, the first place does all.
+        That is the candidate of which a worker has the most cells. The new intervals lie inside of the old ones. If no
+        candidate has more than one cell on a worker, the workers at the first place do all, and the others nothing.
         """
         axis = self.labels.index(label)
         places = self.workers.shape[axis]
@@ -70,7 +71,7 @@ class Spread:
         return Spread(self.labels, workers, tuple(intervals))
 
     def layout(self, context: Context, labels: Sequence[Hashable]) -> KnownLayout:
-        """The layout of a tensor with these labels; the others have one place."""
+        """The layout of a tensor with these labels. Other labels must not be split."""
         order = [self.labels.index(label) for label in labels]
         rest = [axis for axis in range(len(self.labels)) if axis not in order]
         workers = self.workers.transpose(order + rest).reshape([self.workers.shape[axis] for axis in order])
@@ -78,7 +79,13 @@ class Spread:
 
 
 def spread_of(layout: KnownLayout, labels: Sequence[Hashable], order: Labels, extents: dict[Hashable, int]) -> Spread:
-    """How a tensor splits all labels: those that it lacks, not at all."""
+    """The spread of all labels as a tensor splits them. Labels that it lacks are whole.
+
+    Args:
+        labels: of the tensor's dims.
+        order: all labels.
+        extents: of all labels. A dim of extent 1 is broadcast, and its label is split evenly over the dim's places.
+    """
     workers = layout.partition.workers
     rest = [label for label in order if label not in labels]
     workers = workers.reshape(workers.shape + (1,) * len(rest))
@@ -94,7 +101,7 @@ def spread_of(layout: KnownLayout, labels: Sequence[Hashable], order: Labels, ex
 
 
 def pencils(layout: KnownLayout, dims: Sequence[int]) -> KnownLayout:
-    """The layout in which dims are whole: other dims are split further instead."""
+    """The layout in which these dims are whole, and other dims are split further instead."""
 
     def make() -> KnownLayout:
         labels = tuple(range(len(layout.rulers)))

@@ -45,34 +45,36 @@ Block.__module__ = "torch"  # opt_einsum and others choose by the first name of 
 
 
 def raw_of(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of a class of ours as a plain tensor, with the same memory and the same graph."""
+    """A tensor of one of our types as a plain tensor, with the same memory and the same graph."""
     with torch._C.DisableTorchFunctionSubclass():
         return value.as_subclass(torch.Tensor)
 
 
 def unblocked(value: Any) -> Any:
-    """The plain tensor that a block is; others as they are."""
+    """The plain tensor of a block. Other values are returned as they are."""
     return value._plain if type(value) is Block else value
 
 
 def as_block(value: torch.Tensor) -> torch.Tensor:
-    """A worker's plain tensor as a block, where blocks have a type of their own; others as they are."""
+    """A plain tensor as a block, where blocks have a type of their own. Other tensors are returned as they are."""
     return Block._of(value) if type(value) is torch.Tensor and tells_blocks() else value
 
 
 def as_blocks(y: Any) -> Any:
-    """The same for all tensors in a structure."""
+    """A structure with each plain tensor in it as a block, where blocks have a type of their own."""
     return map_tensors(y, as_block) if tells_blocks() else y
 
 
 def mark(target: torch.Tensor, kind: Any, **attributes: Any) -> None:
-    """Give a plain tensor the type of what was written into it. If it is a view, its base gets the type, too.
+    """Give a plain tensor the type of a block or a replica that was written into it; if it is a view, its base, too.
 
+    Args:
+        attributes: what the tensors get beside the type.
     Raises: RuntimeError if other tensors share its memory, as these would keep their type.
     """
     base = target._base
     named = [target] if base is None else [target, base]
-    # (the storage that we ask has a reference of its own)
+    # the storage object that we ask counts as one reference more
     if torch._C._storage_Use_Count(target.untyped_storage()._cdata) > 1 + len(named):
         raise RuntimeError(
             "a weight, or a block, was written in place into a plain tensor of which there are other views, and these "
@@ -83,7 +85,7 @@ def mark(target: torch.Tensor, kind: Any, **attributes: Any) -> None:
 
 
 def relabel(target: torch.Tensor, kind: Any, **attributes: Any) -> None:
-    """Give a plain tensor another type; others stay what they are."""
+    """Give a plain tensor another type and these attributes. Tensors of other types stay what they are."""
     if type(target) is torch.Tensor:
         target.__class__ = kind
         target.__dict__.update(attributes)

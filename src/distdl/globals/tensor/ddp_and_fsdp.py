@@ -1,19 +1,20 @@
-"""Torch's own wrappers of models, DistributedDataParallel and FSDP: they take parameters for plain tensors."""
+"""An error for models in torch's own wrappers, DistributedDataParallel and FSDP: they need plain parameters."""
 
 from __future__ import annotations
 
 import sys
 
 _WRAPPERS = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed.utils")
-_DEPTH = 8  # calls between one of them and us, at most
+_DEPTH = 8  # calls between a wrapper and this file, at most
 
 
 def check_unwrapped() -> None:
-    """Check that none of them asks what we are asked for: they ask it of parameters, before they change any.
+    """Check that no wrapper has called the operator that has reached a global tensor.
 
-    (Without a word they would cut up shares once more, or send them as if they were whole.)
+    A wrapper calls one on each parameter before it changes any. Without an error it would split sharded weights once
+    more, or send a block as if it were the whole weight.
 
-    Raises: TypeError.
+    Raises: TypeError if one has.
     """
     frame = sys._getframe(1)
     for _ in range(_DEPTH):

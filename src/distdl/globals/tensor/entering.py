@@ -16,11 +16,13 @@ from distdl.globals.tensor.structures import map_tensors, tensors_in
 
 
 def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torch.Tensor:
-    """This worker's own copy of a plain tensor: itself, with a gradient that adds up over all workers.
+    """This worker's own copy of a plain tensor, whose gradient adds up over all workers; the plain tensor of a replica.
+
+    A tensor without a gradient needs no copy, and neither does one that has entered: they are returned.
 
     Args:
-        strict: whether it stands beside a global tensor, so that it is compared.
-    Raises: RuntimeError for what follows from a weight, and does not say so.
+        strict: whether the tensor stands beside a global tensor; then the workers compare it.
+    Raises: RuntimeError for a tensor that follows from a weight by code that hides it.
     """
     if type(tensor) is Replica:
         return copy_of(tensor)
@@ -36,15 +38,16 @@ def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torc
 
 
 def without_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a function of a global tensor gets: replicas that have no gradient (indices, statistics) as plain tensors.
+    """The arguments of a function of a global tensor, with plain tensors for replicas without a gradient.
 
-    The first one stays what it is: it may be what is written. (And what is no longer current is made so.)
+    Indices and statistics are such. The first argument stays a replica, as the function may write into it. For a stale
+    replica, its parameter is read again.
     """
-    copies = [one for one in tensors_in((args, kwargs)) if type(one) is Replica]
-    if any(current(one) is not one for one in copies):
+    replicas = [one for one in tensors_in((args, kwargs)) if type(one) is Replica]
+    if any(current(one) is not one for one in replicas):
         args, kwargs = map_tensors((args, kwargs), current)
-    elif all(one._plain.requires_grad for one in copies):
-        return args, kwargs  # (most have one)
+    elif all(one._plain.requires_grad for one in replicas):
+        return args, kwargs
 
     def plain(value: torch.Tensor) -> torch.Tensor:
         return plain_of(value) if type(value) is Replica and not value._plain.requires_grad else value

@@ -1,4 +1,4 @@
-"""What has failed on this worker, and may not have failed on the others."""
+"""Errors that one worker may have alone: all workers find out whether they have the same."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from distdl.transport.communicator import CommunicationError
 
 
 def meet_in(error: Exception, what: str, context: Context) -> None:
-    """Find out that something has failed on every worker, after the same exchanges. Then all of them may go on.
+    """Wait until all workers have failed in the same call. Then each may raise its error and go on after it.
 
     Where it depends on the values or the layout of blocks whether torch raises, one worker may do so alone. It waits
-    here for the others, who wait for it elsewhere. Sooner or later that is an error on all of them, and its text says
-    where each waits. (Nothing is asked where nothing fails.)
+    here for the others, who wait for it elsewhere, and that ends in an error on all of them, whose text says where each
+    waits. A call that does not fail costs no message.
+
+    Inside of a backward nothing is asked: the backward fails by this error, and its caller asks.
 
     Args:
-        what: the same text on every worker.
-    Raises: CommunicationError, if some have not failed.
+        what: the call, as a text that is the same on every worker.
+    Raises: CommunicationError if some workers have not failed.
     """
-    inside = torch._C._current_graph_task_id() != -1  # (of a backward, which fails by this one)
-    if inside or isinstance(error, (CommunicationError, _StopRecomputationError)):
+    inside_backward = torch._C._current_graph_task_id() != -1
+    if inside_backward or isinstance(error, (CommunicationError, _StopRecomputationError)):
         return
     if torch._C._are_functorch_transforms_active():
         return
@@ -38,5 +40,5 @@ def meet_in(error: Exception, what: str, context: Context) -> None:
 
 
 def depends_on_values(error: RuntimeError) -> bool:
-    """Whether torch has raised an error because of a value in a block: an integer has been divided by 0."""
+    """Whether torch has raised an error because of a value in a block, as where an integer is divided by 0."""
     return str(error) == "ZeroDivisionError"

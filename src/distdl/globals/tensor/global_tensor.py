@@ -19,9 +19,10 @@ _NOWHERE = torch.device("meta")
 
 
 def complex_part(name: str) -> Any:
-    """The attribute ``real`` or ``imag``: torch's, but for its setter, which asks no subclass of tensors.
+    """The attribute ``real`` or ``imag``: torch's, with a setter that writes by indexing.
 
-    (Of a copy that follows from weights it reads the node of what has been written, and waits for itself then.)
+    Torch's own setter asks no subclass of tensors. For a replica, it would read the node of the tensor that it is just
+    writing, and wait for itself.
     """
     base: Any = torch._C.TensorBase
     get: Callable[[Any], torch.Tensor] = getattr(base, name).__get__
@@ -33,13 +34,16 @@ def complex_part(name: str) -> Any:
 
 
 class Tie(Protocol):
-    """What ties a global tensor to a plain one, whole on every worker, that is the same tensor in torch."""
+    """What ties a global tensor to a plain tensor, whole on every worker, that would be the same tensor in torch."""
 
     def holds(self) -> bool:
-        """Whether there may still be anything to say."""
+        """Whether the plain tensor may still be written, or an error of an earlier write is to be raised."""
 
     def check(self, x: GlobalTensor) -> None:
-        """Before x is used: bring what has been written into the other one, or raise RuntimeError."""
+        """Bring to x what was written into the plain tensor. Called before x is used.
+
+        Raises: RuntimeError if both were written.
+        """
 
 
 class GlobalTensor(torch.Tensor):
@@ -90,8 +94,13 @@ class GlobalTensor(torch.Tensor):
 
     @staticmethod
     def _of(block: torch.Tensor, layout: KnownLayout, above: torch.Tensor | None = None) -> GlobalTensor:
-        """The global tensor of which this worker has this block; that may be a view of a block that is above."""
-        # (on "meta", so that torch refuses it as the .data of a plain tensor, reading which would end the process)
+        """The global tensor of which this worker has a block, without a message.
+
+        Args:
+            above: the block of which this one was taken as a view, if it was. A view without cells stays connected to
+                it when one of the two is written.
+        """
+        # on "meta", so that torch refuses it as the .data of a plain tensor, as reading that would end the process
         made: GlobalTensor = torch.Tensor._make_wrapper_subclass(
             GlobalTensor,
             layout.size,
@@ -100,13 +109,13 @@ class GlobalTensor(torch.Tensor):
             requires_grad=block.requires_grad,
             dispatch_device=True,
         )
-        _has_no_memory(made)  # (C++ code that asks for its address gets an error, and not nothing to read from)
+        _has_no_memory(made)  # so C++ code that asks for its address gets an error, not a null pointer
         made._block = replayed(block, above) if layout.empty else block
         made._layout = layout
         made._context = layout.context
         return made
 
-    # -- what is known without a message (torch's stubs let all of it be written)
+    # -- what is known without a message; torch's stubs let all of it be written
 
     @property
     def layout(self) -> KnownLayout:  # type: ignore[override]
@@ -216,11 +225,11 @@ class GlobalTensor(torch.Tensor):
 
     @staticmethod
     def _call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a module of ``distdl.nn`` does with arguments of which one is global."""
+        """What a module of ``distdl.nn`` gives for arguments of which one is global."""
         return METHODS["call_module"](module, call, args, kwargs)
 
     def as_subclass(self, cls: Any) -> Any:
-        """Itself as a ``torch.Tensor``: libraries shed the class of their own so.
+        """The tensor itself, where it is asked for as a ``torch.Tensor``: libraries shed their own class by that.
 
         Raises: TypeError for another class.
         """

@@ -1,4 +1,4 @@
-r"""Entering: what every worker has whole becomes each worker's own copy, and the parts of its gradient add up.
+r"""Entering: a tensor that every worker has whole becomes each worker's own copy, and parts of its gradient add up.
 
 A plain tensor beside a global one is one variable, equal on all workers. Each worker computes with its own copy, so
 each gets a part of the gradient; the gradient of the variable is the sum of the parts:
@@ -15,9 +15,9 @@ order of that in which the forward made them, so a message is under way while th
 
     dw <-- wait, add --- ... the backward goes on ... <-- send ------ parts, once all of them are there
 
-Nothing depends on where in its backward a worker sends (one may have read a weight before the others did): each message
-has a tag of its own, which no exchange in between can have, and is counted among the exchanges where it is waited for,
-which is in one order on all workers.
+Workers may send at different places of their backwards, as one may have read a weight before the others did. So each
+message has a tag of its own that no exchange in between can have. It is counted among the exchanges where it is waited
+for, and all workers wait in one order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Which(NamedTuple):
     """Which parameters of a model enter together.
 
     Attributes:
-        places: theirs among all of the model, growing.
+        places: the numbers of these parameters among all of the model, in growing order.
         path: of the smallest module that has all of them.
     """
 
@@ -60,23 +60,23 @@ class Which(NamedTuple):
     path: str = ""
 
 
-_OTHERS = Which()  # of none, or not known
+_NO_PARAMETERS = Which()
 
 
 def enter(
     context: Context,
     tensors: Sequence[torch.Tensor],
     compared: Compared | None = None,
-    which: Which = _OTHERS,
+    which: Which = _NO_PARAMETERS,
     recomputed: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """This worker's own copies of plain tensors of one dtype, whose gradients travel as one message.
 
     Args:
-        compared: of which bits go with the gradients.
-        which: if they are parameters of a model. Where workers differ in which enter (as one does that has frozen
-            another layer), their messages never meet.
-        recomputed: whether a checkpoint in which they enter makes that anew, too.
+        compared: its bits go with the gradients.
+        which: which parameters of a model they are, if they are some. Where workers differ in that (as one does that
+            has frozen another layer), their messages never meet.
+        recomputed: whether a checkpoint around this call makes the copies again.
     """
     if len(context.everyone) == 1:
         return tuple(tensors)
@@ -90,7 +90,7 @@ def enter(
 def leave(
     context: Context, tensors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The sums over all workers of parts of gradients by tensors of one dtype; none of which nobody has a part."""
+    """The sums over all workers of parts of gradients by tensors of one dtype; None where no worker has a part."""
     totals: tuple[torch.Tensor | None, ...] = _Leave.apply(_Sum.of(context, tensors), None, tensors[0].device, *parts)
     return totals
 
@@ -98,18 +98,19 @@ def leave(
 def enter_apart(
     context: Context, buckets: Sequence[tuple[Sequence[torch.Tensor], Which]], compared: Compared | None
 ) -> list[Callable[[], tuple[torch.Tensor, ...]]]:
-    """Several times parameters that enter together now, and which these are; each has a message of its own.
+    """Let buckets of parameters enter, each with a message of its own for its gradients.
 
-    Their gradients travel while the backward goes on between the use of the copies and here.
+    The gradients of a bucket travel while the backward goes on from the place where its copies are used to this one.
 
     Args:
-        compared: of which bits go with each, for a backward may come to any of them, and to no other.
-    Returns: for each, what gives this worker's own copies. It is called once.
+        buckets: parameters of one dtype, and which these are.
+        compared: its bits go with each message, as a backward may come to any bucket, and to no other.
+    Returns: for each bucket, a function that gives this worker's own copies. It is called once.
     """
     ways = [_Way(_Sum.of(context, tensors, compared, which), compared, tensors[0].device) for tensors, which in buckets]
-    on_host = all(way.device.type in ("cpu", "meta") for way in ways)  # (others would wait for the device)
-    if on_host and context.comm.watch is None:  # (which lets nothing be sent before all have said what)
-        first = ways[0].began  # what follows from all labels: messages of workers that differ in one never meet
+    # On a GPU, sending early would wait for the device. The debugging mode sends nothing before all have said what.
+    if all(way.device.type in ("cpu", "meta") for way in ways) and context.comm.watch is None:
+        first = ways[0].began  # with all labels: messages of workers that differ in one never meet
         for way in ways:
             first = (first ^ way.total.operator.label.mark) * 5
         for place, way in enumerate(ways):
@@ -124,9 +125,12 @@ def _use(way: _Way, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]
 
 
 def settle(context: Context) -> None:
-    """Wait for the messages of backwards that have failed on every worker."""
-    if torch._C._current_graph_task_id() == -1:  # (else they may be those of a backward that goes on)
-        # (messages of two rounds are waited for in one order on all workers, wherever each worker has sent them)
+    """Wait for the messages of backwards that have failed on every worker, which nobody else waits for.
+
+    Inside of a backward nothing is done: the messages may be that backward's.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        # all workers wait for messages of two rounds in one order, wherever each worker has sent them
         under_way = context.own(UnderWay)
         for begun in sorted(under_way.values(), key=lambda begun: begun.tag):
             context.comm.where = begun.label
@@ -145,15 +149,15 @@ class _Sum:
         bits: int,
         which: Which,
     ) -> None:
-        # behind the tensors goes how many workers have a gradient of each: one that nobody has stays none
+        # behind the tensors goes how many workers have a gradient of each: None stays None if no worker has one
         structure = (*map(tuple, shapes), (len(shapes),), (bits,))
         count = sum(map(prod, structure))
         plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (count,)), context.me)
         self.context, self.shapes = context, structure[:-2]
         self._packing = Packing(structure, (count,))
-        self._all = Constant(torch.ones(len(shapes), dtype=dtype, device="cpu"))  # (all parts are there)
+        self._all_owned = Constant(torch.ones(len(shapes), dtype=dtype, device="cpu"))
         self._bits = bits
-        # (with what tells messages apart: some transports end the process where messages of two lengths meet)
+        # the label tells messages apart, as some transports end the process where messages of two lengths meet
         named = f"parameters {_listed(which.places)} of the model" if which.places else f"{len(shapes)}"
         label = Label(f"{_SUM} ({named}; {count} elements)", detail=(structure, dtype, which.places))
         label.path = which.path
@@ -165,10 +169,10 @@ class _Sum:
         context: Context,
         tensors: Sequence[torch.Tensor],
         compared: Compared | None = None,
-        which: Which = _OTHERS,
+        which: Which = _NO_PARAMETERS,
     ) -> _Sum:
         shapes, dtype = tuple(tensor.shape for tensor in tensors), tensors[0].dtype
-        # (of more workers than the dtype can count, bits cannot be added up)
+        # bits of more workers than the dtype can count cannot be added up
         many = len(context.everyone) > 2 / torch.finfo(dtype).eps
         bits = 0 if compared is None or many else BITS
         key = (shapes, dtype, bits, which)
@@ -182,7 +186,7 @@ class _Sum:
     def send(
         self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None, tag: int
     ) -> Begun:
-        """Begin to add up, by messages alone: collectives of a transport would have to begin in one order."""
+        """Begin to add up, by messages between pairs: collectives of a transport would have to begin in one order."""
         comm, group = self.context.comm, self.context.everyone
         if comm.waiting is not None:
             comm.refuse_thread(self.operator.label)
@@ -191,7 +195,7 @@ class _Sum:
         x = x if x.is_meta else readable(x)
         y = empty(x.shape, x.dtype, x)
         with _profiled(self.operator.label):
-            # (two workers send each other all of it, in one round: of two rounds, only the first would be under way)
+            # two workers send each other all of it in one round: of two rounds, only the first would travel meanwhile
             pending = comm.through.all_sum_by_messages(group, x, y, tag, len(group) == 2)
         return Begun(y, pending, tag, self.operator.label)
 
@@ -205,9 +209,9 @@ class _Sum:
     def packed(
         self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None
     ) -> torch.Tensor:
-        """What travels: the parts, zeros in the place of those that are missing, which these are, and bits.
+        """The buffer that travels: the parts, or zeros for a missing one; a flag for each part that is there; bits.
 
-        A sparse part, as of a sparse tensor, is dense in a sum: other workers may have other places.
+        A sparse part becomes dense, as other workers may have other places.
         """
         dtype = self.operator.dtype
         full = [
@@ -215,12 +219,12 @@ class _Sum:
             for part, shape in zip(parts, self.shapes, strict=True)
         ]
         missing = [place for place, part in enumerate(parts) if part is None]
-        owned = self._all.on(device)
+        owned = self._all_owned.on(device)
         if missing:
             owned = owned.clone()
             owned[missing] = 0
         bits = None if compared is None or not self._bits else compared.bits
-        if bits is None:  # (first perhaps in a step that a CUDA graph captures, into which nothing is copied)
+        if bits is None:  # made on the device, as nothing may be copied to it while a CUDA graph captures the step
             sent = torch.zeros(self._bits, dtype=dtype, device=device)
         else:
             sent = bits.to(device, dtype, non_blocking=True)
@@ -229,13 +233,13 @@ class _Sum:
     def totals(
         self, moved: torch.Tensor, compared: Compared | None, parts: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """The sums that have arrived; none of which nobody has a part."""
+        """The sums that have arrived; None where no worker has a part. If bits differ, the workers compare."""
         *totals, owners, bits = self._packing.unpack(moved)
         if moved.is_meta:
-            return [*totals]  # nobody knows which ones nobody has
+            return [*totals]  # which parts no worker has is not known without values
         if compared is not None and self._bits:
             compared.settle(bits.real)
-        if all(part is not None for part in parts):  # (somebody has them, then; to read it would wait for a device)
+        if all(part is not None for part in parts):  # so none is None, and to read the flags would wait for a device
             return [*totals]
         return [total if n else None for total, n in zip(totals, owners.tolist(), strict=True)]
 
@@ -266,8 +270,8 @@ class _Way:
     Attributes:
         began: of which recorded node their message is the backward.
         device: of the tensors.
-        tag: of their message, where that may be sent before it is waited for.
-        recomputed: whether a checkpoint in which they enter makes that anew, too.
+        tag: of their message, if it may be sent before it is waited for.
+        recomputed: whether a checkpoint in which they enter makes the copies again.
     """
 
     def __init__(self, total: _Sum, compared: Compared | None, device: torch.device) -> None:
@@ -275,28 +279,28 @@ class _Way:
         self.began = total.operator.pass_by()
         self.tag: int | None = None
         self.recomputed = True
-        self._own = object()  # (what stands for it where sums are under way, and does not keep the parameters)
+        self._key = object()  # its key among the sums under way, which does not keep the parameters alive
 
     def sends(self, parts: Sequence[torch.Tensor | None]) -> bool:
         """Begin to add the parts up, unless too much is under way."""
         under_way = self.total.context.own(UnderWay)
         if self.tag is None or sum(one.moved.nbytes for one in under_way.values()) > _AHEAD:
             return False
-        # (it stays there if the backward fails before it waits, for the transport writes to its memory)
+        # if the backward fails before it waits, the sum stays there, as the transport writes to its memory
         begun = self.total.send(parts, self.device, self.compared, self.tag)
-        under_way[self._own, torch._C._current_graph_task_id()] = begun
+        under_way[self._key, torch._C._current_graph_task_id()] = begun
         return True
 
     def totals(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The sums: of what this backward has sent if it has, else of the parts."""
+        """The sums over all workers: those that this backward has begun, or else sums of these parts."""
         total, under_way = self.total, self.total.context.own(UnderWay)
         total.operator.derive(self.began)
         if self.tag is None:
             return total(parts, self.device, self.compared)
-        # (not of another one, which has failed or in which this one runs)
-        own = self._own, torch._C._current_graph_task_id()
-        moved = total.wait(under_way.get(own) or total.send(parts, self.device, self.compared, self.tag))
-        under_way.pop(own, None)
+        # the number of the backward tells its sum from that of one that has failed, or in which this one runs
+        key = self._key, torch._C._current_graph_task_id()
+        moved = total.wait(under_way.get(key) or total.send(parts, self.device, self.compared, self.tag))
+        under_way.pop(key, None)
         return total.totals(moved, self.compared, parts)
 
 
@@ -305,7 +309,7 @@ def _profiled(label: Label) -> AbstractContextManager[object]:
 
 
 class _Enter(Function):
-    """Each worker's copies of tensors that are the same everywhere; or, before they are used, the tensors."""
+    """Each worker's copies of tensors that are the same everywhere. Its backward adds up the parts of gradients."""
 
     enters = True
 
@@ -314,8 +318,8 @@ class _Enter(Function):
         ctx.way = way
         ctx.set_materialize_grads(False)
         ctx.checkpointed = way.recomputed and is_checkpointed()
-        if ctx.checkpointed:  # so that checkpointing recomputes this node, on every worker alike
-            ctx.save_for_backward(_NOTHING)  # (else not: the backwards of several graphs may go through here)
+        if ctx.checkpointed:  # so that every worker recomputes this node; elsewhere, several graphs may share it
+            ctx.save_for_backward(_NOTHING)
         return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
@@ -350,7 +354,7 @@ class _Use(Function):
 
 
 class _Leave(Function):
-    """The sums over workers of what each has a part of."""
+    """The sums over workers of parts of gradients: the adjoint of entering."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""This worker's part of a tensor."""
+"""What this worker has of a tensor: its block of a global one, its own copy of a replicated one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from distdl.globals.tensor.table import METHODS
 
 
 def block_of(x: GlobalTensor) -> torch.Tensor:
-    """This worker's block.
+    """This worker's block of a global tensor.
 
-    Raises: RuntimeError if it is not what it seems to be (see :func:`check_usable`).
+    Raises: RuntimeError if the block may not be used; see :func:`check_usable`.
     """
     if is_leaf(x) or x._ties or (x._memory is not None and x._memory.family is not None):
         check_usable(x)
@@ -23,7 +23,7 @@ def block_of(x: GlobalTensor) -> torch.Tensor:
 
 
 def own_of(x: torch.Tensor) -> torch.Tensor:
-    """What this worker has of a tensor: of a global one its block, of a copy the plain tensor; others as they are."""
+    """The block of a global tensor, or the plain tensor of a replica or block. A plain tensor is returned itself."""
     return block_of(x) if type(x) is GlobalTensor else plain_of(x)
 
 

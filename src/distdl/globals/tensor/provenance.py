@@ -1,4 +1,4 @@
-"""Where plain tensors come from, where their type does not tell: their graph does.
+"""Where plain tensors come from: their autograd graph tells where their type does not.
 
 What is computed from a weight, or in a forward from a block, usually has a type of ours. Code that we do not see (an
 extension in C++, a reference to an autograd function's ``apply`` that is older than the import of distdl) gives plain
@@ -25,11 +25,11 @@ OLD_REFERENCE = (
     "module that takes this reference"
 )
 _HIDDEN = (
-    "a plain tensor that stands beside a global one follows from a weight, or from a plain tensor that has entered, "
-    "and its type does not say so: {} has computed it by code that asks no subclass of tensors, or it was kept from a "
-    "function on blocks. Its gradient would be added up over the workers twice. Import distdl before modules that "
-    "take a reference to the apply of an autograd function, older than that import; and give functions what they need "
-    "as arguments"
+    "a plain tensor that stands beside a global one follows from a weight, or from another plain tensor beside a "
+    "global one, and its type does not say so: {} has computed it by code that asks no subclass of tensors, or it was "
+    "kept from a function on blocks. Its gradient would be added up over the workers twice. Import distdl before "
+    "modules that keep a reference to the apply of an autograd function, which else is older than distdl's; and give "
+    "functions what they need as arguments"
 )
 _COPIES = (
     "a plain tensor that stands beside a global one follows from what Broadcast, AllGather or AllSumReduce gives, or "
@@ -45,7 +45,7 @@ _OF_BLOCK = (
 
 
 def note_local(block: torch.Tensor) -> None:
-    """Note that a user gets this worker's block of a global tensor: what follows from it differs between workers."""
+    """Mark the graph of a block that a user gets. What is computed from it differs between workers."""
     node: Any = block.grad_fn
     if node is not None:
         node.metadata[_LOCAL] = True
@@ -54,9 +54,9 @@ def note_local(block: torch.Tensor) -> None:
 
 
 def check_no_block(tensor: torch.Tensor) -> None:
-    """Check that an argument of local_map does not follow from a block: of this, each worker has its own gradient.
+    """Check that an argument of local_map does not follow from a block, whose gradient each worker has for itself.
 
-    Raises: RuntimeError.
+    Raises: RuntimeError if it does.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return
@@ -67,21 +67,22 @@ def check_no_block(tensor: torch.Tensor) -> None:
 
 
 def check_origin(tensor: torch.Tensor, context: Context) -> None:
-    """Check that nothing in the graph of a tensor that enters has entered before: its gradient is added up once.
+    """Check that no tensor in the graph of one that enters has entered before, as gradients are added up once.
 
-    Raises: RuntimeError.
+    Raises: RuntimeError if one has.
     """
     if has_entered(tensor, context):
         raise RuntimeError(_HIDDEN.format("an extension"))
 
 
 def has_entered(tensor: torch.Tensor, context: Context) -> bool:
-    """Whether a plain tensor follows from weights alone, as the sparse tensor of torch.sparse_coo_tensor(ends, weight).
+    """Whether a plain tensor was computed from tensors that have entered, and from nothing else with a gradient.
 
-    Nodes that have passed are marked, so each node of a long graph is looked at once.
+    So is the sparse tensor of ``torch.sparse_coo_tensor(ends, weight)``. Nodes that were searched in vain are marked,
+    so each node of a long graph is searched once.
 
-    Raises: RuntimeError if its gradient would be wrong: if it follows from copies that workers have, or from weights by
-        a user's autograd function or beside a tensor that has not entered.
+    Raises: RuntimeError if its gradient would be wrong: if it follows from a primitive that gives copies, or from
+        weights by a user's autograd function, or from weights and from a tensor that has not entered.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()) or len(context.everyone) == 1:
         return False
@@ -106,12 +107,12 @@ def has_entered(tensor: torch.Tensor, context: Context) -> bool:
 
 
 def ours_before(tensor: torch.Tensor) -> set[type]:
-    """The autograd functions of this package from which a plain tensor follows by functions of torch alone."""
+    """The autograd functions of this package that are met first on the ways back through a plain tensor's graph."""
     return {type(one)._forward_cls for one in _nodes_before(tensor) if _is_ours(one)}
 
 
 def _nodes_before(tensor: torch.Tensor, end: str = "") -> Iterator[Any]:
-    """The nodes of a tensor's graph, up to those of this package and those whose metadata have a key."""
+    """The nodes of a tensor's graph. The search ends at nodes of this package, and where metadata have the key."""
     rest: list[Any] = [] if tensor.grad_fn is None else [tensor.grad_fn]
     seen = set(rest)
     while rest:
@@ -124,5 +125,6 @@ def _nodes_before(tensor: torch.Tensor, end: str = "") -> Iterator[Any]:
 
 
 def _is_ours(node: Any) -> bool:
-    kind = getattr(type(node), "_forward_cls", None)  # (of an autograd function in Python)
+    """Whether a node is one of an autograd function of this package."""
+    kind = getattr(type(node), "_forward_cls", None)
     return isinstance(kind, type) and issubclass(kind, Function)

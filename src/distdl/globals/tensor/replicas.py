@@ -20,10 +20,10 @@ from distdl.globals.tensor.table import METHODS
 
 
 class Replica(torch.Tensor):
-    """A worker's own copy of a tensor that every worker has whole: one that has entered.
+    """A worker's own copy of a tensor that every worker has whole.
 
-    What is computed from copies is a copy, too. Beside a global tensor, a block is taken from it. Its gradient is this
-    worker's part.
+    What is computed from replicas is a replica, too. Beside a global tensor, a block is taken from it. Its gradient is
+    this worker's part of the gradient.
     """
 
     # the same memory and graph as a plain tensor
@@ -48,7 +48,7 @@ class Replica(torch.Tensor):
 
     @staticmethod
     def _of_parameter(plain: torch.Tensor, parameter: torch.Tensor, context: Context) -> Replica:
-        """The copy of a parameter: an ``nn.Parameter``, too, for who asks in a forward."""
+        """The replica of a parameter. ``isinstance(replica, nn.Parameter)`` holds if it does of the parameter."""
         made = Replica._of(plain, context)
         made._variable = parameter
         made._is_param = isinstance(parameter, torch.nn.Parameter)
@@ -60,7 +60,7 @@ class Replica(torch.Tensor):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return raw_of(self)
 
-    # (what is asked for most often, without the way through torch, whose stubs let it be written)
+    # attributes that are read most often, without the way through torch; its stubs let them be written
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -102,9 +102,10 @@ WRITTEN = (
 
 
 def copy_of(replica: Replica) -> torch.Tensor:
-    """The plain tensor that a replica is.
+    """The plain tensor of a replica.
 
-    Raises: RuntimeError if an autograd function has given it whose backward gets this worker's part of the gradient.
+    Raises: RuntimeError if an autograd function gave the replica that was applied by an old reference: its backward
+        would get this worker's part of the gradient.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if _is_tied(replica):
@@ -113,15 +114,18 @@ def copy_of(replica: Replica) -> torch.Tensor:
 
 
 def tied_of(value: Any) -> Any:
-    """The plain tensor that an autograd function has given: a replica or a block itself, to which the node is tied."""
+    """The plain tensor of what an autograd function has given, with the function's node in its graph.
+
+    For a replica or a block it is made of the tensor itself, as its own plain tensor lacks the node.
+    """
     return raw_of(value) if type(value) in (Replica, Block) else value
 
 
 def _is_tied(replica: Replica) -> bool:
-    """Whether a replica has a node of Python's that its plain tensor does not follow from."""
+    """Whether a replica was given by a user's autograd function, whose node its plain tensor lacks."""
     try:
         node = replica.grad_fn
-    except RuntimeError:  # (an alias made without gradients, of what has been written since)
+    except RuntimeError:  # a view that was made without grad mode, of a tensor that was written since
         return False
     plain = replica.__dict__.get("_plain")
     if plain is None or not isinstance(node, BackwardCFunction):
@@ -134,15 +138,15 @@ def plain_of(value: torch.Tensor) -> torch.Tensor: ...
 @overload
 def plain_of(value: Any) -> Any: ...
 def plain_of(value: Any) -> Any:
-    """The plain tensor that a replica or a block is; others as they are."""
+    """The plain tensor of a replica or a block. Other values are returned as they are."""
     return copy_of(value) if type(value) is Replica else unblocked(value)
 
 
 def parameter_of(value: torch.Tensor) -> torch.Tensor:
-    """The parameter of which a tensor is this worker's copy; others as they are."""
+    """The parameter whose replica a tensor is. Other tensors are returned as they are."""
     return value if type(value) is not Replica or value._variable is None else value._variable
 
 
 def context_of(value: torch.Tensor) -> Context | None:
-    """The context that a copy has entered; None of others."""
+    """The context of a replica's world; None of other tensors."""
     return value._context if type(value) is Replica else None

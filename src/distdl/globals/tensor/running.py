@@ -1,4 +1,4 @@
-"""What runs on this worker: the forward of a distributed model, or a user's function on blocks."""
+"""What this worker runs: the forward of a distributed model, or a function on blocks. Types of tensors depend on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _running = _Running()
 
 @contextmanager
 def running() -> Iterator[bool]:
-    """While the forward of a distributed model runs; gives whether it is the outermost."""
+    """A context in which the forward of a distributed model runs; gives whether it is the outermost one."""
     _running.models += 1
     try:
         yield _running.models == 1
@@ -32,7 +32,7 @@ def is_running() -> bool:
 
 @contextmanager
 def on_blocks() -> Iterator[None]:
-    """While a function runs that computes on blocks: there, weights and blocks are this worker's plain tensors."""
+    """A context in which a function runs that computes on blocks: weights and blocks are plain tensors there."""
     _running.on_blocks += 1
     try:
         yield
@@ -46,7 +46,5 @@ def is_on_blocks() -> bool:
 
 
 def tells_blocks() -> bool:
-    """Whether blocks have a type of their own here: in the forward of a distributed model, outside of functions on
-    blocks.
-    """
+    """Whether blocks have a type of their own here: in a distributed forward, outside of functions on blocks."""
     return _running.models > 0 and not _running.on_blocks

@@ -1,4 +1,4 @@
-"""Whether a replica is still what its parameter is, and what is read in its place where it is not.
+"""Whether a replica still has the values of its parameter, and what is read in its place where it has not.
 
 In torch, a parameter is one tensor. A replica of it is made once in a forward, and may be kept: the parameter may have
 been frozen since, given other data, or, if it is sharded, written.
@@ -21,21 +21,22 @@ _OUTDATED = (
 
 
 class Since(Protocol):
-    """Tells whether a copy, or a view of it, is no longer what it is a copy of."""
+    """What a replica of a sharded weight, or a view of it, knows of that weight since the replica was made."""
 
-    def is_over(self, copy: torch.Tensor) -> bool: ...
+    def is_over(self, copy: torch.Tensor) -> bool:
+        """Whether the replica, or the view of it, is stale."""
 
     def now(self) -> torch.Tensor:
-        """What is read in its place now: the parameter, or in a forward another copy."""
+        """What is read in its place now: the parameter, or in a forward another replica."""
 
 
 def current(value: torch.Tensor) -> torch.Tensor:
-    """A copy as it is; or what the parameter is by now, where the copy is no longer that, as it always is in torch.
+    """Return the replica, or read the parameter again if it is stale. Other tensors are returned as they are.
 
-    The parameter has been frozen since the copy was read, or given other data. Or the copy is of a share, which has
-    been written since, or was read without gradients and is used where there are some.
+    A replica is stale if its parameter was frozen since it was read, or given other data. That of a sharded weight is,
+    too, if the weight was written since, or if it was read without grad mode and is used where gradients are recorded.
 
-    Raises: RuntimeError for a view of the copy of a share that has been written.
+    Raises: RuntimeError for a view of a stale replica of a sharded weight.
     """
     if type(value) is not Replica:
         return value
@@ -51,20 +52,20 @@ def current(value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_still(plain: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a copy lies where its parameter does, which has not been frozen."""
+    """Whether a replica still lies where its parameter does, and the parameter has not been frozen."""
     is_frozen = torch.is_grad_enabled() and not parameter.requires_grad
     return not is_frozen and address_of(plain) == address_of(parameter)
 
 
 def address_of(x: torch.Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies in memory, and how that is read."""
+    """Where in memory a tensor lies, and with which dtype, shape and strides that is read."""
     return x.data_ptr(), x.dtype, x.shape, x.stride()
 
 
-def computed_from(copies: Sequence[Replica], plain: torch.Tensor, context: Context) -> Replica:
-    """The copy that a plain tensor is which was computed from copies. In the memory of one, it is as old as that."""
+def computed_from(replicas: Sequence[Replica], plain: torch.Tensor, context: Context) -> Replica:
+    """Make a replica of a plain tensor that was computed from replicas. A view of one of them goes stale with it."""
     made = Replica._of(plain, context)
-    for one in copies:
+    for one in replicas:
         if one._since is not None and _storage(one) == _storage(plain):
             made._since = one._since
             break
@@ -77,5 +78,8 @@ def _storage(x: torch.Tensor) -> int:
 
 
 def assigned(value: torch.Tensor) -> torch.Tensor:
-    """What a function gives that has written in place: without gradients, ``self.w += 1`` assigns the parameter."""
+    """The result of a function that has written into a tensor: the tensor, or without grad mode its parameter.
+
+    So ``self.w += 1`` assigns the parameter itself.
+    """
     return value if torch.is_grad_enabled() else parameter_of(value)

@@ -1,4 +1,4 @@
-"""Tensors in nested tuples, lists and dicts, as functions take and give them: to find them, and to change each."""
+"""Tensors in nested tuples, lists and dicts, as functions take and give them: to find them, or to replace each."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
         if isinstance(one, torch.Tensor):
             found.append(one)
         elif isinstance(one, (tuple, list)):
-            if not _NO_TENSORS.issuperset(map(type, one)):  # (strides, paddings: most, at a glance)
+            if not _NO_TENSORS.issuperset(map(type, one)):  # most are strides, paddings and the like
                 _collect(one, found)
         elif isinstance(one, dict):
             _collect(one.values(), found)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same structure of tuples, lists and dicts, with each tensor in it changed."""
+    """The same structure of tuples, lists and dicts, with the result of a function in the place of each tensor."""
     kind = type(value)
-    if kind in _NO_TENSORS:  # (most arguments, at a glance)
+    if kind in _NO_TENSORS:  # first, as most arguments are
         return value
     if kind is tuple:
         return tuple([map_tensors(item, change) for item in value]) if value else value
@@ -61,13 +61,16 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _of_kind(value: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict of a class of its own with other values: it may have attributes, or more ways to read it."""
+    """A copy of a dict of another class with other values; a plain dict if the class lets none be written.
+
+    The class is kept because such a dict may have attributes, or other ways to read it.
+    """
     if all(found[name] is item for name, item in value.items()):
         return value
     try:
         made = copy(value)
         for name, item in found.items():
             made[name] = item
-    except Exception:  # (some classes may not be written)
+    except Exception:  # whatever a user's class raises
         return found
     return made

@@ -1,4 +1,4 @@
-"""The table from torch functions to what a global tensor does instead."""
+"""The tables from functions of torch to handlers, which do the same for global tensors and replicas."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TABLE: dict[Any, Handler] = {}
 """From a torch function to its handler, which gets the function, its arguments and its keyword arguments."""
 
 REPLICATED: dict[Any, Handler] = {}
-"""The same for tensors that every worker has whole; others are torch's."""
+"""The same for replicas. A function without a handler here is torch's, called with the plain tensors."""
 
 METHODS: dict[str, Callable[..., Any]] = {}
-"""Methods of global tensors, by name. The files that know how tensors move, and how modules take them, enter theirs."""
+"""Methods of the types, by name. The files that know how tensors move and how modules take them enter theirs."""
 
 OPERATOR = "operator"
-"""The key there of what is done about operators that users have made."""
+"""The key in ``REPLICATED`` of the handler for all operators that users have made (``torch.library``)."""
 
 SPACES: dict[str, Any] = {
     "torch": torch,
@@ -87,7 +87,7 @@ def by_name(handler: Callable[..., Any]) -> Handler:
 
 
 def handles_property(*names: str) -> Callable[[Handler], Handler]:
-    """Enter a handler for what reads these attributes of a tensor."""
+    """Enter a handler for reading these attributes of a tensor."""
 
     def enter(handler: Handler) -> Handler:
         for name in names:
@@ -98,7 +98,7 @@ def handles_property(*names: str) -> Callable[[Handler], Handler]:
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """The name of a function, the same on every worker; of another object that is called, that of its class."""
+    """The name of a function, or of the class of another object that is called: the same on every worker."""
     return getattr(func, "__name__", type(func).__name__)
 
 
@@ -151,9 +151,9 @@ def _is_lent(function: Any) -> bool:
 
 
 def check_is_tensor(value: object, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check what was taken for a tensor and turned out to lack an attribute.
+    """Check the object of an AttributeError: a handler takes arguments for tensors without asking first.
 
-    Raises: TypeError if it is an argument, or in one, and no tensor. (So no handler has to ask first.)
+    Raises: TypeError if the object is an argument, or in one, and no tensor.
     """
     for one in (*args, *kwargs.values()):
         inside = (one, *one) if isinstance(one, (tuple, list)) else (one,)

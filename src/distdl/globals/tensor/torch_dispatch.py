@@ -45,8 +45,8 @@ def dispatch(cls: type[GlobalTensor], func: Any, types: Any, args: Any = (), kwa
         return _number(args[0])
     if func is _ops.copy_.default and type(args[0]) is not GlobalTensor:
         raise RuntimeError(
-            "a global tensor would be written into a plain tensor, which is the same on every worker, where nobody "
-            "asks us (as plain.real = x does); make what is written global first"
+            "a global tensor would be written into a plain tensor, which is the same on every worker, by code that "
+            "asks no subclass of tensors, as plain.real = x does; make the plain tensor global first"
         )
     if func is _ops._nested_tensor_from_tensor_list.default:
         raise TypeError(f"nested_tensor of a global tensor: its result is a nested tensor, {NO_BLOCKS}")
