@@ -60,40 +60,54 @@ def save(
     """
     comm = communicator_of(model)
     finish_saving(comm)
-    what = "distdl.save"
 
     def collected() -> Contents:
         safetensors()
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise ValueError(f"{what} needs keep= to be a number from 1; got {keep!r}")
-        if step is not None and (type(step) is not int or step < 0):
-            raise ValueError(f"{what} needs step= to be a number from 0; got {step!r}")
-        if keep is not None and step is None:
-            raise ValueError(f"{what} needs step= beside keep=")
+        _check_numbers(step, keep)
         return collect(comm, model, optimiser, scheduler)
 
     def call() -> dict[str, Any]:
         return {"path": str(Path(path)), "step": step, "keep": keep, "wait": bool(wait)}
 
-    own, index = agree(comm, what, collected, call)
+    own, index = agree(comm, "distdl.save", collected, call)
+    place, index, data = _open_place(comm, index, path, step, keep)
+    mine = {key: block.box for key, block in index.written if block.worker == comm.rank}
+    blocks: dict[str, torch.Tensor] = {}
+
+    def copy() -> None:
+        blocks.update({key: on_disk(own.records.found[key].block, copy=not wait) for key in mine})
+
+    Saving(comm, index, data, blocks, place).run(copy, wait)
+
+
+def _check_numbers(step: int | None, keep: int | None) -> None:
+    """Raises: ValueError for a step or a number of checkpoints that save does not take."""
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ValueError(f"distdl.save needs keep= to be a number from 1; got {keep!r}")
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"distdl.save needs step= to be a number from 0; got {step!r}")
+    if keep is not None and step is None:
+        raise ValueError("distdl.save needs step= beside keep=")
+
+
+def _open_place(
+    comm: Communicator, index: Index, path: str | os.PathLike[str], step: int | None, keep: int | None
+) -> tuple[Place | None, Index, Path]:
+    """Make the folder of the files, on worker 0. Collective.
+
+    Returns: the place of the checkpoint, on worker 0 alone; the index with the folder's name and number; the folder.
+    Raises: the same error on every worker, if another save into the path goes on or the folder cannot be made.
+    """
     places: list[Place] = []
 
-    def open_place() -> tuple[str, int] | None:
+    def opened() -> tuple[str, int] | None:
         if comm.rank:
             return None
         places.append(Place(Path(path).absolute(), step, keep, secrets.token_hex(8)))
         return str(places[0].data), places[0].serial
 
-    data, serial = together(comm, what, open_place)[0]
-    index = replace(index, folder=Path(data).name, serial=serial)
-    mine = {key: block.box for key, block in index.written if block.worker == comm.rank}
-    blocks: dict[str, torch.Tensor] = {}
-    saving = Saving(comm, index, Path(data), blocks, places[0] if places else None)
-
-    def copy() -> None:
-        blocks.update({key: on_disk(own.records.found[key].block, copy=not wait) for key in mine})
-
-    saving.run(copy, wait)
+    data, serial = together(comm, "distdl.save", opened)[0]
+    return places[0] if places else None, replace(index, folder=Path(data).name, serial=serial), Path(data)
 
 
 @checks_arguments
