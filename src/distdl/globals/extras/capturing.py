@@ -195,12 +195,9 @@ class _Finding(TorchFunctionMode):
 
 
 def captures_split(function: Callable[..., Any], *element: torch.Tensor) -> bool:
-    """Whether a function of one element uses captured global tensors, or weights of a distributed model.
+    """Whether a function, tried with this element, uses captured global tensors or weights of a distributed model.
 
     An error of the function counts as no; it comes again where all elements are computed.
-
-    Args:
-        element: an element with which the function is tried.
     """
     try:
         with _Finding():

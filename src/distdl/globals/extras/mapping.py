@@ -41,15 +41,9 @@ torchs_flat_vmap = original_of(vmapping._flat_vmap)
 
 
 class _Calls(threading.local):
-    """What a worker's thread knows of samples that are taken one by one.
-
-    Attributes:
-        count: how often the function that runs is called, by all vmaps around it.
-        warned: the lines that have been warned of many calls.
-    """
-
     def __init__(self) -> None:
-        self.count, self.warned = 1, set[tuple[str, int]]()
+        self.count = 1  # how often the function that runs on this thread is called, by all vmaps around it
+        self.warned: set[tuple[str, int]] = set()  # the lines that were warned of many calls
 
 
 _calls = _Calls()
@@ -65,10 +59,7 @@ def _vmap(
     randomness: str,
     **kwargs: Any,
 ) -> Any:
-    """torch's ``_flat_vmap``, which maps one chunk of samples. torch's ``vmap`` has checked the arguments before.
-
-    Without global tensors it is torch's own, unless the function itself meets global tensors.
-    """
+    """torch's ``_flat_vmap``, which maps a chunk of samples of checked arguments; ours if it meets global tensors."""
     torchs = partial(torchs_flat_vmap, func, batch_size, flat_in_dims, flat_args, args_spec, out_dims, randomness)
     if torch.compiler.is_dynamo_compiling():
         return torchs(**kwargs)
@@ -102,14 +93,9 @@ def _samples_to(name: str, y: torch.Tensor, level: int, count: int, out_dim: int
 
 @dataclass(frozen=True)
 class _Samples:
-    """A function, and its arguments, some of which have samples along one dim.
+    """A function and its arguments: a flat list of the structure ``spec``, some of which have samples in a dim.
 
-    Attributes:
-        count: the number of samples.
-        in_dims: for each flat argument, the dim of its samples; None if it has none.
-        args: the flat arguments; ``spec`` is their structure.
-        randomness: as of ``torch.vmap``.
-        kwargs: keyword arguments, which have no samples.
+    That is their entry of ``in_dims``, or None. Keyword arguments have no samples; ``randomness`` is ``torch.vmap``'s.
     """
 
     func: Callable[..., Any]

@@ -50,10 +50,7 @@ _open = _OpenTransforms()
 
 
 class Transform:
-    """One call of a transform: it makes aliases of the arguments, and detaches results.
-
-    Tensors outside of it that have a graph count as one more level of transforms around it.
-    """
+    """One call of a transform: it makes aliases of the arguments, and detaches results from graphs of its own."""
 
     def __init__(self) -> None:
         self._has_graph_outside = torch.is_grad_enabled()
@@ -139,10 +136,7 @@ class Transform:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
     def _depend_on_outside(self, ys: Sequence[torch.Tensor]) -> list[bool]:
-        """Whether each tensor depends, on any worker, on a tensor outside that requires a gradient.
-
-        Collective if one of them is global and requires a gradient.
-        """
+        """Whether each tensor depends, on any worker, on a tensor outside that requires a gradient. Collective."""
         here = [self._has_graph_outside and y.requires_grad and leads_beyond(own_of(y), self._mark) for y in ys]
         split = next((y for y in ys if type(y) is GlobalTensor and y.requires_grad), None)
         if split is None or not self._has_graph_outside or split._context.comm.imagined:

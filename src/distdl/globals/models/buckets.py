@@ -15,15 +15,11 @@ BUCKET = 4 << 20
 
 
 class Bucket(NamedTuple):
-    """Parameters whose gradients travel as one message.
-
-    Attributes:
-        use: gives their replicas; called once, when the first of them is read.
-    """
+    """Parameters whose gradients travel as one message."""
 
     context: Context
     parameters: list[torch.Tensor]
-    use: Callable[[], tuple[torch.Tensor, ...]]
+    use: Callable[[], tuple[torch.Tensor, ...]]  # gives their replicas; called once, when the first of them is read
 
 
 def buckets_of(parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:

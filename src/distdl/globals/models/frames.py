@@ -80,11 +80,7 @@ class SinceGathered:
         return self._owner.read(self._parameter)  # type: ignore[no-any-return]
 
     def is_over(self, copy: torch.Tensor) -> bool:
-        """Whether a replica, or a view of it, is outdated. A replica is, too, if its parameter was frozen or unfrozen.
-
-        Args:
-            copy: the replica or the view.
-        """
+        """Whether a replica or a view of it is outdated. A replica is, too, if its parameter was frozen or unfrozen."""
         if share_version(self._parameter) != self._version:
             return True
         is_view = copy.__dict__.get("_variable") is not self._parameter

@@ -121,11 +121,7 @@ class Gather(Function):
         release: Callable[[], None] | None,
         *blocks: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """
-        Args:
-            gathered: the whole tensors, if they have been gathered already.
-            release: called by the backward, which no longer needs them.
-        """
+        """Takes the whole tensors, too, if they have been gathered already; backward calls ``release``."""
         ctx.gathering, ctx.release, ctx.device = gathering, release, blocks[0].device
         ctx.began = gathering.operator.history if gathered is None else gathering.operator.pass_by()
         ctx.set_materialize_grads(False)

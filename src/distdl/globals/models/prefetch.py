@@ -14,15 +14,10 @@ from distdl.globals.tensor.global_tensor import GlobalTensor
 
 
 class _Step(NamedTuple):
-    """What a forward gathers at once.
-
-    Attributes:
-        joins: whether its gradients may travel with those of other steps. Those of a checkpoint or without a graph may
-            not.
-    """
+    """What a forward gathers at once."""
 
     parameters: Sequence[GlobalTensor]
-    joins: bool
+    joins: bool  # whether its gradients may travel with those of other steps: not in a checkpoint, or without graph
 
 
 class Prefetching:
@@ -91,11 +86,7 @@ class Prefetching:
 
 
 class _Message:
-    """The parameters of several steps, gathered by one message. Their gradients travel as one, too: they have one node.
-
-    Args:
-        first: the place of the first step.
-    """
+    """The parameters of steps from a first place on, gathered by one message. They have one node in backward, too."""
 
     def __init__(self, first: int, steps: Sequence[_Step]) -> None:
         self._parameters = {place: one.parameters for place, one in enumerate(steps, start=first)}

@@ -56,8 +56,7 @@ class SaveWeights:
 
         Args:
             first_node: a sequence number before those of the nodes that read the weights.
-            node: that of the node that is to run.
-            gradients: what the node gets; not used.
+            node: the sequence number of the node that is to run.
         """
         backward = torch._C._current_graph_task_id()
         if backward not in self._present:
@@ -153,5 +152,4 @@ def backward_reads_no_weight(module: torch.nn.Module) -> bool:
 
 def packing_hook() -> Any:
     """The hook that packs what is saved for backward now; None if there is none."""
-    hooks = saved_tensors_hooks()
-    return None if hooks is None else hooks[0]
+    return (saved_tensors_hooks() or (None,))[0]

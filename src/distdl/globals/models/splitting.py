@@ -63,10 +63,7 @@ def _swap(parameter: torch.nn.Parameter, share: torch.nn.Parameter) -> torch.nn.
 def _even_layout(context: Context, extents: Shape, loads: dict[int, int]) -> KnownLayout:
     """The layout over all workers in which the largest block of a parameter is smallest, split along the fewest dims.
 
-    The worker with the fewest cells so far gets the largest block. A parameter without dims goes to that worker.
-
-    Args:
-        loads: how many cells each worker has got.
+    The worker with the fewest cells so far, as ``loads`` says, gets the largest block, or a parameter without dims.
     """
     workers = sorted(context.everyone, key=lambda worker: (loads[worker], worker))
     if not extents:

@@ -62,12 +62,9 @@ def rehearse(
     """Run a model as one of many workers, and return what it needs and sends there.
 
     Args:
-        model: any module that is not distributed; a copy of it runs.
-        workers: the array of workers over which it is distributed.
-        size: the number of workers in the world.
-        me: the number of the worker to look at.
+        workers: the array over which a copy of the model is distributed, in a world of ``size``.
+        me: the number of the worker to run as.
         inputs: tensors of the global shapes, of which only shape and dtype are read.
-        backward: whether a backward follows the forward.
         options: of ``distribute``.
     Raises: what ``distribute`` and the model raise.
     """

@@ -34,12 +34,7 @@ _VALUES = (
 
 
 class Watch(TorchFunctionMode):
-    """Runs a model on meta tensors, and notes which function of which module saves what for backward, and sends what.
-
-    Args:
-        model: a distributed model on meta tensors.
-        comm: its communicator, which sends nothing.
-    """
+    """Runs a distributed model on meta tensors, and notes what each of its modules saves for backward and sends."""
 
     def __init__(self, model: torch.nn.Module, comm: Communicator) -> None:
         super().__init__()
@@ -188,14 +183,10 @@ class Watch(TorchFunctionMode):
 
 
 class _CountSaved:
-    """A hook that only counts what is saved for backward, so that nothing is taken for a checkpoint.
-
-    Attributes:
-        counts: called by other hooks of ours for the tensors that they keep in its place.
-    """
+    """A hook that only counts what is saved for backward, so that nothing is taken for a checkpoint."""
 
     def __init__(self, counts: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.counts = counts
+        self.counts = counts  # which other hooks of ours call for the tensors that they keep in its place
         setattr(self, KEEPS_TENSORS, True)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -212,11 +212,7 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 
 
 def _order(strides: Sequence[int]) -> list[int]:
-    """The order of dims in the result's memory, the slowest first: as in the queries, but features are last.
-
-    Args:
-        strides: of the queries.
-    """
+    """The order of dims in the result's memory, the slowest first, given the queries' strides: features are last."""
     order = sorted(range(4), key=lambda dim: (-strides[dim], dim))
     return [dim for dim in order if dim != 3] + [3]
 
