@@ -21,7 +21,7 @@ from launchers import FOLDER, imported, mpirun, outcome, python_path, torchrun
 import distdl
 from distdl import environment
 from distdl.__main__ import main as command_line
-from distdl.backends.threaded import generator
+from distdl.globals import patches
 from distdl.nn import AllSumReduce
 from distdl.transport.communicator import CommunicationError
 from distdl.workers import launchers
@@ -201,10 +201,10 @@ def test_the_functions_of_torchs_generator_wait_for_each_other_and_a_signal_may_
 
 def test_torchs_module_of_random_numbers_is_for_its_users_what_it_was(monkeypatch):
     """Also where another copy of ours is there: after a second import."""
-    twin = importlib.util.module_from_spec(generator.__spec__)
-    generator.__spec__.loader.exec_module(twin)
-    for share in (generator.share_generator, twin.share_generator):
-        share()
+    twin = importlib.util.module_from_spec(patches.__spec__)
+    patches.__spec__.loader.exec_module(twin)
+    for one in (patches, twin):
+        one.install(one.WITH_THREADS)
         assert torch.random.default_generator is torch.default_generator
         assert type(torch.random) is ModuleType or pickle.loads(pickle.dumps(torch.random)) is torch.random
     other = torch.Generator().manual_seed(3)

@@ -14,7 +14,7 @@ from distdl.environment.arguments import checks_fields
 from distdl.transport.communicator import Communicator
 from distdl.transport.job import Job, job
 
-__all__ = ["BACKENDS", "Backend", "Job", "Work", "chosen", "find", "job", "names", "register"]
+__all__ = ["BACKENDS", "Backend", "Job", "Work", "before_threads", "chosen", "find", "job", "names", "register"]
 
 _OWN = {
     "serial": "distdl.backends.serial",
@@ -26,6 +26,9 @@ _OWN = {
 BACKENDS = tuple(_OWN)
 
 Work = Callable[[Communicator], Any]
+
+before_threads: list[Callable[[], None]] = []
+"""What is called before workers start that are threads of one process, and share what torch keeps for it."""
 
 
 @checks_fields

@@ -1,22 +1,16 @@
 """Global tensors: tensors that know that they are blocks, and the models that compute with them."""
 
-from distdl.globals import handlers
+from distdl.globals import handlers, patches
 from distdl.globals.blocks.local_map import local_map
 from distdl.globals.blocks.register import register
-from distdl.globals.extras import late
 from distdl.globals.functions import autocast, number_arguments
-from distdl.globals.gradients import own_functions, recomputing
 from distdl.globals.models import distribute, load_optimizer_state_dict, optimizer_state_dict
 from distdl.globals.moving.conversion import distribute_tensor
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.tensors import caching
 
-own_functions.install()
-recomputing.install()
 number_arguments.install()
-caching.install()
-late.install()
 autocast.install()
+patches.arrange()
 
 __all__ = [
     "GlobalTensor",

@@ -57,9 +57,23 @@ class _Depth:
         return self._cache.depth > 0 and not torch.compiler.is_compiling()
 
 
-def install() -> None:
-    """Give each thread its own cache. Every place in torch looks these two up by name."""
-    module: Any = parametrize
-    if type(module._cache_enabled) is int:
-        module._cache = _Cache()
-        module._cache_enabled = _Depth(module._cache)
+def cache_of(torchs: dict[tuple[int, str], torch.Tensor]) -> _Cache:
+    """A cache for each thread. That of the calling thread holds what torch's holds.
+
+    Args:
+        torchs: that of all threads.
+    """
+    cache = _Cache()
+    cache.tensors.update(torchs)
+    return cache
+
+
+def depth_of(torchs: int) -> _Depth:
+    """The count of contexts that belongs to the cache that stands in torch's module. Every place there looks both up.
+
+    Args:
+        torchs: in how many the calling thread is.
+    """
+    cache: Any = parametrize._cache
+    cache.depth = torchs
+    return _Depth(cache)

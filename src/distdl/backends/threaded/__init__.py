@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from distdl.backends import Work, register
+from distdl.backends import Work, before_threads, register
 from distdl.backends.threaded.communicator import Post, ThreadCommunicator
-from distdl.backends.threaded.generator import share_generator
 from distdl.backends.threaded.hub import Hub
 from distdl.transport.communicator import CommunicationError, Communicator
 from distdl.transport.tracebacks import fold
@@ -31,7 +30,8 @@ def _open() -> Communicator:
 
 
 def _start(work: Work, workers: int) -> list[Any]:
-    share_generator()
+    for act in before_threads:
+        act()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -3,14 +3,13 @@
 Its methods lock it while they hold the interpreter. If a tensor that they make sets off a garbage collection, which
 Python 3.11 runs within such a call, the interpreter may pass to another thread; and if that one calls such a method, it
 waits for the generator without giving the interpreter back, so that neither can ever go on. Here it waits for a lock of
-Python's before, and gives it back. From 3.12 on, Python collects between calls only, and nothing is done.
+Python's before, and gives it back. From 3.12 on, Python collects between calls only, and none of this is needed.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import sys
 import threading
 from types import ModuleType
 from typing import Any
@@ -71,15 +70,18 @@ class _Random(ModuleType):
         return importlib.import_module, (self.__name__,)
 
 
-def share_generator() -> None:
-    """Let threads call the functions of ``torch.random`` for the default generator, as checkpoints do for its state."""
-    if sys.version_info >= (3, 12):
-        return
-    module = torch.random
-    with _sharing:
-        if vars(module)[_NAME] is torch.default_generator:  # otherwise it is shared already, or the user's own
-            vars(module)[_NAME] = _Random.shared = OneAtATime(torch.default_generator)
-            module.__class__ = _Random
+def shared(torchs: Any) -> Any:
+    """The generator that the functions of ``torch.random`` find, as checkpoints call them for its state.
+
+    Args:
+        torchs: what stands there now. One that a user has set stays.
+    """
+    if torchs is not torch.default_generator:
+        return torchs
+    _Random.shared = OneAtATime(torchs)
+    return _Random.shared
 
 
-_sharing = threading.Lock()
+def module_of(torchs: type[ModuleType]) -> type[ModuleType]:
+    """The class of the module ``torch.random``; torch's own unless the generator is shared."""
+    return _Random if isinstance(vars(torch.random)[_NAME], OneAtATime) else torchs

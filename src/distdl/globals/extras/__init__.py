@@ -1,1 +1,1 @@
-"""torch.func, vmap, control flow and flex_attention of global tensors. All but ``late`` is imported at a first call."""
+"""torch.func, vmap, control flow and flex_attention of global tensors, imported when one is first called."""

@@ -8,7 +8,6 @@ has the same value on every worker, so all workers take the same way. Derivative
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from inspect import getclosurevars
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch._higher_order_ops import utils
 from torch._higher_order_ops.associative_scan import generic_associative_scan
 from torch.utils import _pytree as pytree
 
-from distdl.globals.extras.late import original_of
 from distdl.globals.extras.transforms import is_split
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.replicas import Replica
@@ -92,20 +90,17 @@ _EAGER: dict[str, Callable[..., Any]] = {
 _SPLIT = REASON, GlobalTensor.__name__, Replica.__name__
 
 
-def install() -> None:
-    """Let torch's control flow of what is split call its functions. That of plain tensors stays torch's."""
-    compiled = original_of(utils._hop_compile_and_call)
+def called(compiled: Any, fn: Any, args: Any, kwargs: Any = None) -> Any:
+    """Call what torch would compile. That of plain tensors stays torch's.
 
-    @wraps(compiled)
-    def run(fn: Any, args: Any, kwargs: Any = None) -> Any:
-        if not (
-            is_split((args, kwargs)) or is_running() or launched() == "threads"
-        ):  # (one thread at a time may compile)
-            try:
-                return compiled(fn, args, kwargs)
-            except Exception as error:  # (to import those of the compiler takes seconds)
-                if not any(sign in str(error) for sign in _SPLIT):
-                    raise
-        return composite(fn, **_EAGER)(*args, **(kwargs or {}))
-
-    utils._hop_compile_and_call = run
+    Args:
+        compiled: torch's own function, which compiles and calls.
+    """
+    # one thread at a time may compile
+    if not (is_split((args, kwargs)) or is_running() or launched() == "threads"):
+        try:
+            return compiled(fn, args, kwargs)
+        except Exception as error:  # (to import those of the compiler takes seconds)
+            if not any(sign in str(error) for sign in _SPLIT):
+                raise
+    return composite(fn, **_EAGER)(*args, **(kwargs or {}))

@@ -1,10 +1,7 @@
 """``torch.func.linearize`` of functions of global tensors.
 
-torch traces the function, without asking tensors of other types; global tensors cannot be traced. A program may have
-imported ``linearize`` by its name before distdl, so it stays the same object and gets other code.
+torch traces the function, without asking tensors of other types; global tensors cannot be traced.
 """
-
-# mypy: disable-error-code="name-defined"
 
 from __future__ import annotations
 
@@ -14,12 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._functorch import eager_transforms
 from torch.utils import _pytree as pytree
 
 from distdl.globals.extras.transforms import is_split
-from distdl.globals.layouts.context import worlds
-from distdl.globals.tensor.table import composite, copied, lend
+from distdl.globals.tensor.table import composite
 from distdl.tensors.function import TransformError
 from distdl.workers.worlds import launched
 
@@ -48,13 +43,16 @@ class _Linear(torch.autograd.Function):
         return None, None, *_linear(ctx.adjoint, ctx.function, *gradients)
 
 
-def _linearize(func: Callable[..., Any], *primals: Any) -> Any:
-    """``linearize``: the derivative at the primals is the adjoint of the linear function  dy -> dx  of a backward.
+def linearized(original: Any, func: Callable[..., Any], *primals: Any) -> Any:
+    """Call torch's ``linearize``, or ours for a function of global tensors.
 
-    The derivative and its adjoint keep the graph of the function. Without global tensors it is torch's own linearize.
+    In ours, the derivative at the primals is the adjoint of the linear function  dy -> dx  of a backward.
+
+    The derivative and its adjoint keep the graph of the function.
+
+    Args:
+        original: torch's own.
     """
-    if not worlds.count or torch.compiler.is_dynamo_compiling():
-        return _torchs_linearize(func, *primals)
     first = [func(*primals)]  # torch computes it first, too, and takes this result
 
     def again(*args: Any) -> Any:
@@ -62,7 +60,7 @@ def _linearize(func: Callable[..., Any], *primals: Any) -> Any:
 
     if not is_split((primals, first)):
         if launched() != "threads":  # torch's count of its levels is shared by all threads
-            return _torchs_linearize(again, *primals)
+            return original(again, *primals)
         if torch._C._are_functorch_transforms_active():
             raise TransformError
     given, made = (pytree.tree_structure(one) for one in (primals, first[0]))
@@ -77,7 +75,7 @@ def _linearize(func: Callable[..., Any], *primals: Any) -> Any:
         return tuple(pytree.tree_leaves(pull_back(pytree.tree_unflatten(gradients, made))))
 
     own = composite(
-        _torchs_linearize,
+        original,
         lazy_dynamo_disallow=lambda made: made,
         make_fx=lambda traced: lambda tangents: partial(_linear, forward, backward),
         const_fold=SimpleNamespace(split_const_subgraphs=lambda made: made),
@@ -86,9 +84,3 @@ def _linearize(func: Callable[..., Any], *primals: Any) -> Any:
 
 
 _vjp: Any = torch.func.vjp
-_torchs_linearize = copied(eager_transforms.linearize)
-
-
-def install() -> None:
-    """Let torch's function look for global tensors."""
-    lend(eager_transforms.linearize, _linearize, None)  # (the entry is there: see ``extras.late``)

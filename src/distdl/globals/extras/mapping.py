@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch._functorch import vmap as vmapping
 from torch._functorch.predispatch import _remove_batch_dim
 from torch.utils import _pytree as pytree
 
-from distdl.globals.extras.late import original_of
 from distdl.globals.extras.transforms import is_split, leads_beyond
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.tensor.entering import entered
@@ -28,7 +27,7 @@ from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.running import is_running, on_blocks
 from distdl.globals.tensor.structures import map_tensors, tensors_in
-from distdl.globals.tensor.table import composite, name_of
+from distdl.globals.tensor.table import composite, name_of, original_of
 from distdl.tensors.derivatives import saved_tensors_hooks
 from distdl.tensors.draws import Draws
 from distdl.tensors.function import TransformError
@@ -49,7 +48,8 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-def _vmap(
+def flat_vmap(
+    original: Any,
     func: Callable[..., Any],
     batch_size: int,
     flat_in_dims: list[int | None],
@@ -59,10 +59,12 @@ def _vmap(
     randomness: str,
     **kwargs: Any,
 ) -> Any:
-    """torch's ``_flat_vmap``, which maps a chunk of samples of checked arguments; ours if it meets global tensors."""
-    torchs = partial(torchs_flat_vmap, func, batch_size, flat_in_dims, flat_args, args_spec, out_dims, randomness)
-    if torch.compiler.is_dynamo_compiling():
-        return torchs(**kwargs)
+    """Map a function over samples; called for each chunk of them when torch has checked all.
+
+    Args:
+        original: torch's ``_flat_vmap``, with whose arguments.
+    """
+    torchs = partial(original, func, batch_size, flat_in_dims, flat_args, args_spec, out_dims, randomness)
     samples = _Samples(func, batch_size, flat_in_dims, flat_args, args_spec, randomness, kwargs)
     if not is_split((flat_args, kwargs)):
         if torch._C._are_functorch_transforms_active():
@@ -248,9 +250,3 @@ _UNWRAP_ANY = composite(vmapping._unwrap_batched, _maybe_remove_batch_dim=_unwra
 
 def _stack(ys: Sequence[Any]) -> Any:
     return torch.stack(list(ys)) if isinstance(ys[0], torch.Tensor) else _PerSample(ys)
-
-
-def install() -> None:
-    """Let vmap of functions of global tensors be ours: torch asks nobody there."""
-    patched: Any = vmapping
-    patched._flat_vmap = wraps(torchs_flat_vmap)(_vmap)

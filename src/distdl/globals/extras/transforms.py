@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import wraps
 from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,6 @@ import torch
 from torch._functorch import eager_transforms
 from torch.utils import _pytree as pytree
 
-from distdl.globals.extras.late import original_of
 from distdl.globals.tensor.block import Block
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import own_of
@@ -263,34 +261,24 @@ def is_split(values: Any) -> bool:
     return not is_on_blocks()
 
 
-def _transform(name: str) -> None:
-    """Replace a function of torch's ``eager_transforms`` by one that calls ours where it meets global tensors."""
-    original = original_of(getattr(eager_transforms, name))
+def transformed(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a transform of torch's, or ours where it is needed.
 
-    @wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # the compiler goes on into torch's
+    Args:
+        original: torch's own.
+    """
+    if original.__name__ == "_jvp_with_argnums":  # (torch counts its levels for all threads together)
+        refused = launched() == "threads"
+    else:  # (torch takes no hooks around it; ours may be those of weights in shares)
+        hooks = saved_tensors_hooks()
+        refused = hooks is not None and hasattr(hooks[0], KEEPS_TENSORS)
+    if not is_split((args, kwargs)):
+        inside = torch._C._are_functorch_transforms_active()
+        if inside and refused:
+            raise TransformError
+        if inside or (is_on_blocks() and not refused):
             return original(*args, **kwargs)
-        if name == "_jvp_with_argnums":  # torch's count of its levels is shared by all threads
-            refused = launched() == "threads"
-        else:  # torch takes no hooks for saved tensors around it, as sharded weights set
-            hooks = saved_tensors_hooks()
-            refused = hooks is not None and hasattr(hooks[0], KEEPS_TENSORS)
-        if not is_split((args, kwargs)):
-            inside = torch._C._are_functorch_transforms_active()
-            if inside and refused:
-                raise TransformError
-            if inside or (is_on_blocks() and not refused):
+        if not refused:
+            with suppress(TransformError):
                 return original(*args, **kwargs)
-            if not refused:
-                with suppress(TransformError):
-                    return original(*args, **kwargs)
-        return Transform().run(original, *args, **kwargs)
-
-    setattr(eager_transforms, name, run)
-
-
-def install() -> None:
-    """Let transforms of functions of global tensors be ours: torch asks nobody there."""
-    for name in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums"):
-        _transform(name)
+    return Transform().run(original, *args, **kwargs)

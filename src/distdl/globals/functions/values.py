@@ -6,7 +6,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.testing._comparison import TensorLikePair
 
 from distdl.globals.moving.conversion import value_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -41,19 +40,18 @@ def _gather(value: Any) -> Any:
     return value_of(block_of(value).detach(), value._layout, VALUE)
 
 
-def _compare_whole() -> None:
-    """Let ``torch.testing.assert_close`` gather global tensors, because torch dispatches nothing there."""
-    known: Any = TensorLikePair
-    to_tensor = known._to_tensor
+def to_tensor_of(to_tensor: Any) -> Any:
+    """What ``torch.testing.assert_close`` compares of what it is given: whole tensors, on every worker.
+
+    Args:
+        to_tensor: torch's own method of a pair.
+    """
 
     @wraps(to_tensor)
     def whole(pair: Any, given: Any) -> Any:
         return to_tensor(pair, _gather(given))
 
-    known._to_tensor = whole
-
-
-_compare_whole()
+    return whole
 
 
 @handles("result_type is_same_size", "torch Tensor")

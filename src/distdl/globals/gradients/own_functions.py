@@ -7,13 +7,16 @@ whole tensors (:mod:`distdl.globals.gradients.whole_functions`); with blocks, on
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils import checkpoint as checkpoints
 
 from distdl.globals.gradients.parts import enter_results
+from distdl.globals.gradients.recomputing import CheckpointFunction
 from distdl.globals.gradients.whole_functions import apply_whole
+from distdl.globals.layouts.context import worlds
 from distdl.globals.tensor.block import Block, as_block
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.replicas import Replica, plain_of, tied_of
@@ -68,10 +71,12 @@ def _without_graph(function: Any, y: Any) -> Any:
     return y
 
 
-def install() -> None:
-    """Replace ``Function.apply``, so that it looks for global tensors, replicas and blocks among its arguments."""
-    known: Any = torch.autograd.Function
-    torch_apply = known.__dict__["apply"]  # in Python, or since torch 2.14 in C
+def apply_of(torch_apply: Any) -> Any:
+    """The class method ``apply`` of autograd functions, which looks for global tensors among their arguments.
+
+    Args:
+        torch_apply: torch's own, as it stands in the class. It is written in Python, and since 2.14 in C.
+    """
 
     def applied_to(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kinds, named = _types((*args, *kwargs.values())), f"the autograd function {cls.__name__}"
@@ -97,11 +102,15 @@ def install() -> None:
             return enter_results(y, next(one._context for one in found if type(one) is Replica))
         return y
 
+    @wraps(torch_apply.__get__(None, torch.autograd.Function))
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not worlds.ever:
+            return torch_apply.__get__(None, cls)(*args, **kwargs)
+        if cls is checkpoints.CheckpointFunction:
+            cls = CheckpointFunction
         if torch._C._current_graph_task_id() == -1:
             return applied_to(cls, args, kwargs)
         with recomputing():  # inside of a backward
             return applied_to(cls, args, kwargs)
 
-    apply.__doc__ = known.apply.__doc__
-    known.apply = classmethod(apply)
+    return classmethod(apply)

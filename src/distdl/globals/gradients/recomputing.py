@@ -13,6 +13,7 @@ import torch
 from torch.utils import checkpoint as checkpoints
 
 from distdl.globals.functions.plain_random import drawing, drawn_by
+from distdl.globals.layouts.context import worlds
 from distdl.globals.tensor.block import Block
 from distdl.globals.tensor.replicas import Replica
 from distdl.globals.tensor.running import is_on_blocks, is_running, on_blocks, running, tells_blocks
@@ -66,33 +67,41 @@ def _as_given(args: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
     return [given(one, kind) for one, kind in zip(args, kinds, strict=True)]
 
 
-def install() -> None:
-    """Let torch's checkpoints recompute blocks as blocks, and replicas as replicas."""
-    frame: Any = checkpoints._CheckpointFrame
-    reentrant: Any = checkpoints.CheckpointFunction
-    begin, save, load = frame.__init__, frame.save_inputs, frame.get_inputs
-    forward = reentrant.forward
+class CheckpointFunction(checkpoints.CheckpointFunction):
+    """torch's checkpoint with re-entry, which recomputes blocks as blocks."""
 
-    def begin_here(self: Any, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        begin(self, _as_here(recompute), *args, **kwargs)
-
-    def save_here(self: Any, *args: Any) -> None:
-        save(self, *args)
-        self._distdl_kinds = _kinds(args)
-
-    def load_here(self: Any) -> list[Any]:
-        args: list[Any] = load(self)
-        if all(kind is None for kind in self._distdl_kinds):
-            return args
-        with torch.enable_grad():
-            return _as_given(args, self._distdl_kinds)
-
-    def forward_here(ctx: Any, function: Callable[..., Any], keeps_draws: bool, *args: Any) -> Any:
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], keeps_draws: bool, *args: Any) -> Any:
         function = _redrawn(_as_here(function))
         kinds = _kinds(args)
         if any(kind is not None for kind in kinds):
-            return forward(ctx, lambda *given: function(*_as_given(given, kinds)), keeps_draws, *args)
-        return forward(ctx, function, keeps_draws, *args)
+            given = function
+            function = lambda *args: given(*_as_given(args, kinds))  # noqa: E731
+        return checkpoints.CheckpointFunction.forward(ctx, function, keeps_draws, *args)
 
-    frame.__init__, frame.save_inputs, frame.get_inputs = begin_here, save_here, load_here
-    reentrant.forward = staticmethod(forward_here)
+
+def frame_of(torchs: Any) -> Any:
+    """The class of what a checkpoint without re-entry keeps for its backward, which recomputes blocks as blocks.
+
+    Args:
+        torchs: the class that torch has.
+    """
+
+    class Frame(torchs):  # type: ignore[misc]
+        def __init__(self, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            super().__init__(_as_here(recompute) if worlds.ever else recompute, *args, **kwargs)
+
+        def save_inputs(self, *args: Any) -> None:
+            super().save_inputs(*args)
+            self._kinds = _kinds(args)
+
+        def get_inputs(self) -> list[Any]:
+            args: list[Any] = super().get_inputs()
+            if all(kind is None for kind in self._kinds):
+                return args
+            with torch.enable_grad():
+                return _as_given(args, self._kinds)
+
+    Frame.__name__ = Frame.__qualname__ = torchs.__name__
+    Frame.__module__ = torchs.__module__
+    return Frame

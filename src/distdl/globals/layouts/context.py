@@ -34,9 +34,12 @@ class _Worlds(threading.local):
     """The worlds in which this worker has had global tensors, without those of rehearsals.
 
     Attributes:
+        ever: whether this process has had any, in rehearsals, too.
         count: how many there were.
         contexts: the contexts of worlds that are still open.
     """
+
+    ever = False
 
     def __init__(self) -> None:
         self.count = 0
@@ -155,6 +158,7 @@ class Context:
         found: Context | None = comm.kept.get(cls)
         if found is None:
             found = comm.kept[cls] = cls(comm)
+            _Worlds.ever = True
             if not comm.imagined:
                 worlds.count += 1
                 worlds.contexts.add(found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import wraps
-from inspect import signature
 from types import FunctionType
 from typing import Any
 
@@ -124,30 +123,25 @@ def composite(func: Any, **others: Any) -> Callable[..., Any]:
 
 
 def copied(func: Any) -> Any:
-    """A function of torch's as torch has it, which stays so where torch's gets other code (see :func:`lend`)."""
-    func = func.__wrapped__ if _is_lent(func) else func  # (by an earlier import of distdl)
+    """A function of torch's as torch has it, which stays so where torch's gets other code."""
+    func = func.__wrapped__ if is_lent(func) else func  # (by an earlier import of distdl)
     copy = FunctionType(func.__code__, func.__globals__, func.__name__, func.__defaults__, func.__closure__)
-    copy.__kwdefaults__ = func.__kwdefaults__
+    copy.__kwdefaults__, copy.__annotations__ = func.__kwdefaults__, func.__annotations__
     return copy
 
 
-def lend(function: Any, own: Callable[..., Any], entry: Any) -> None:
-    """Let a function that torch has written in Python run ours, also where it has been imported by its name before.
-
-    Args:
-        own: what is to run, which its module gets by the name ``_distdl_`` and that of the function.
-        entry: a function that calls this name, and whose code runs with the names of that module.
-    """
-    function.__globals__[f"_distdl_{function.__name__}"] = own
-    if _is_lent(function):
-        return
-    function.__signature__ = signature(function)
-    function.__wrapped__ = copied(function)
-    function.__code__, function.__defaults__, function.__kwdefaults__ = entry.__code__, None, None
-
-
-def _is_lent(function: Any) -> bool:
+def is_lent(function: Any) -> bool:
+    """Whether a function has got other code (see :mod:`distdl.globals.patches`)."""
     return f"_distdl_{function.__name__}" in function.__code__.co_names
+
+
+ORIGINAL = "_distdl_original"
+"""An attribute of what has replaced something of torch's: that."""
+
+
+def original_of(value: Any) -> Any:
+    """What torch has, of something that may have replaced it."""
+    return getattr(value, ORIGINAL, value)
 
 
 def check_is_tensor(value: object, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

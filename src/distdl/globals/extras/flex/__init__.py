@@ -1,8 +1,4 @@
-"""``flex_attention`` of global tensors. It is imported when a program imports torch's module of that name."""
+"""``flex_attention`` of global tensors. It is imported behind torch's module, when a program imports that."""
 
-# first, as torch's module imports this package at its own end, which must not be half imported then
+# First: behind it, its functions are replaced by those of this package, which would be half done otherwise.
 import torch.nn.attention.flex_attention  # noqa: F401
-
-from distdl.globals.extras.flex import lending
-
-lending.install()

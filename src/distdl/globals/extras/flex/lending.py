@@ -1,11 +1,8 @@
 """``flex_attention``, ``create_mask`` and ``create_block_mask`` take global tensors, for which torch does not look.
 
-torch compiles the function that ``flex_attention`` calls, and makes masks by ``vmap``; neither takes global tensors.
-A program may have imported them by name before distdl, so they stay the same objects and get other code. So does the
-function that orders the blocks of a mask, where workers that are threads take turns.
+torch compiles what ``flex_attention`` calls, and masks are made by ``vmap``: neither takes what is split. Each function
+here is called in the place of torch's, which it gets in front of its arguments.
 """
-
-# mypy: disable-error-code="name-defined"
 
 from __future__ import annotations
 
@@ -17,23 +14,27 @@ import torch
 from torch.nn.attention import flex_attention as flex
 from torch.overrides import handle_torch_function
 
+import distdl.globals.extras.flex.attention  # noqa: F401 (which enters the handler)
 from distdl.globals.extras.capturing import Captured, captures_split, mapped
-from distdl.globals.extras.flex.attention import torchs_flex_attention
 from distdl.globals.layouts.context import worlds
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.replicas import Replica
-from distdl.globals.tensor.table import composite, copied, lend
+from distdl.globals.tensor.table import composite
 from distdl.nn.compiling import leave_uncompiled
 
 
-def _flex_attention(*args: Any, **kwargs: Any) -> Any:
+def flex_attention(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let the handler of global tensors answer, if a query, key or value is one; else torch.
+
+    Raises: RuntimeError if functions of plain tensors have captured what is split.
+    """
     for one in (*args[:3], kwargs.get("query"), kwargs.get("key"), kwargs.get("value")):
         if type(one) is GlobalTensor or type(one) is Replica:
             return _of_split(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling() or not worlds.count:
-        return torchs_flex_attention(*args, **kwargs)
+        return original(*args, **kwargs)
     try:
-        return torchs_flex_attention(*args, **kwargs)
+        return original(*args, **kwargs)
     except Exception:
         if _captures_split(*args, **kwargs):
             raise RuntimeError(_PLAIN) from None
@@ -70,47 +71,34 @@ def _of_split(*args: Any, **kwargs: Any) -> Any:
 leave_uncompiled(_of_split)
 
 
-def _create_mask(*args: Any, **kwargs: Any) -> Any:
+def create_mask(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Map a function of elements that may have captured what is split, which comes whole to every worker."""
     if not worlds.count or torch.compiler.is_dynamo_compiling():
-        return _torchs_create_mask(*args, **kwargs)
+        return original(*args, **kwargs)
     captured = Captured("create_mask")
-    of = composite(_torchs_create_mask, _vmap_for_bhqkv=lambda function, prefix: mapped(function, captured, prefix))
+    of = composite(original, _vmap_for_bhqkv=lambda function, prefix: mapped(function, captured, prefix))
     return of(*args, **kwargs)
 
 
-def _create_block_mask(*args: Any, **kwargs: Any) -> Any:
+def create_block_mask(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Leave a function uncompiled that has captured what is split."""
     if worlds.count and not torch.compiler.is_dynamo_compiling():
         try:
-            named = _OF_BLOCK_MASK.bind(*args, **kwargs)
+            named = signature(original).bind(*args, **kwargs)
         except TypeError:
-            return _torchs_create_block_mask(*args, **kwargs)  # raises torch's error
+            return original(*args, **kwargs)  # (for torch's error)
         if named.arguments.get("_compile") and captures_split(named.arguments["mask_mod"], *torch.zeros(4).long()):
             named.arguments["_compile"] = False  # global tensors cannot be traced
         args, kwargs = named.args, named.kwargs
-    return _torchs_create_block_mask(*args, **kwargs)
+    return original(*args, **kwargs)
 
 
-def _dense_to_ordered(dense_mask: Any) -> Any:
-    """torch's own; threads take turns, as torch notes in one dict of the process that it runs.
-
-    For a global mask they do not: it sends messages, so that a thread whose turn it is would wait for the others.
-    """
+def dense_to_ordered(original: Any, dense_mask: Any) -> Any:
+    """Sort the blocks of a mask, one thread at a time."""
     if torch.compiler.is_dynamo_compiling() or type(dense_mask) is not torch.Tensor:
-        return _torchs_dense_to_ordered(dense_mask)
-    with _turn:
-        return _torchs_dense_to_ordered(dense_mask)
+        return original(dense_mask)  # (one that is split sends messages, for which others wait)
+    with _turn:  # (torch notes meanwhile, in one dict for all threads, that it does this)
+        return original(dense_mask)
 
 
-_torchs_create_mask, _torchs_create_block_mask = copied(flex.create_mask), copied(flex.create_block_mask)
 _turn = threading.Lock()
-_torchs_dense_to_ordered = copied(flex._dense_to_ordered)
-_OF_BLOCK_MASK = signature(flex.create_block_mask)
-
-
-def install() -> None:
-    """Let torch's functions look for global tensors."""
-    # (the entries' code runs with the names of torch's module, which checkers do not see)
-    lend(flex.flex_attention, _flex_attention, lambda *a, **k: _distdl_flex_attention(*a, **k))  # noqa: F821
-    lend(flex.create_mask, _create_mask, lambda *a, **k: _distdl_create_mask(*a, **k))  # noqa: F821
-    lend(flex.create_block_mask, _create_block_mask, lambda *a, **k: _distdl_create_block_mask(*a, **k))  # noqa: F821
-    lend(flex._dense_to_ordered, _dense_to_ordered, lambda *a, **k: _distdl__dense_to_ordered(*a, **k))  # noqa: F821
