@@ -19,7 +19,7 @@ from distdl.globals.consistency.checksums import Sample, bits_of, digest
 from distdl.globals.consistency.comparing import Look, differ
 from distdl.globals.consistency.equality import _parts
 from distdl.globals.layouts.context import Context
-from distdl.globals.models import buckets
+from distdl.globals.models import replicated_weights
 
 
 def _net():
@@ -192,7 +192,7 @@ def test_plain_tensors_that_differ(loss):
 @pytest.mark.parametrize("differs", ["weights", "input"])
 def test_a_model_whose_first_layers_have_no_gradients(differs, monkeypatch):
     """Several messages, of which the first has none to send."""
-    monkeypatch.setattr(buckets, "BUCKET", 64)
+    monkeypatch.setattr(replicated_weights, "_BUCKET", 64)
 
     class Net(nn.Module):
         def __init__(self):
@@ -624,7 +624,7 @@ class _Far(torch.Tensor):
 @pytest.mark.parametrize("make", [lambda: nn.Linear(3, 2), _net], ids=["without buffers", "with buffers"])
 @pytest.mark.parametrize("later", [False, True], ids=["", "bits are read with the next"])  # (as those of a GPU are)
 def test_a_model_that_was_trained_is_freed(later, make, bucket, weights, monkeypatch):
-    monkeypatch.setattr(buckets, "BUCKET", bucket)
+    monkeypatch.setattr(replicated_weights, "_BUCKET", bucket)
     if later:
         settle = Look.settle
         monkeypatch.setattr(Look, "settle", lambda self, sums: settle(self, sums.as_subclass(_Far)))

@@ -5,7 +5,9 @@ import warnings
 
 import pytest
 import torch
+from launched import assert_close as assert_very_close
 from nets import assert_close, assert_identical, assert_same_state, network, partition, run
+from same import noise
 from torch import nn
 
 import distdl
@@ -170,5 +172,72 @@ def test_places_in_a_table_have_the_dtype_that_is_asked_for():
             for narrow in (False, True):
                 y = function(*given, out_int32=narrow)
                 assert y.dtype is (torch.int32 if narrow else torch.int64) and y.tolist() == [3]
+
+    distdl.run_workers(work, 3)
+
+
+def _steps(optimiser, loss):
+    for _ in range(3):
+        optimiser.zero_grad()
+        loss().backward()
+        optimiser.step()
+
+
+class Renormed(nn.Module):
+    """Tables whose forward writes into them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(6, 3, max_norm=0.5, dtype=torch.float64)
+        self.bags = nn.EmbeddingBag(6, 3, max_norm=0.4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(x).sum(1) + self.bags(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+def test_tables_that_are_renormed_stay_equal():
+    indices = torch.randint(0, 6, (4, 5), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    sequential = Renormed()
+    state = {name: 3 * one.clone() for name, one in sequential.state_dict().items()}
+
+    def steps(model, x):
+        model.load_state_dict(state)
+        optimiser = torch.optim.SGD(model.parameters(), 0.01)
+        _steps(optimiser, lambda: model(x).square().sum())
+        return model.state_dict()
+
+    expected = {name: one.clone() for name, one in steps(sequential, indices).items()}
+
+    def work() -> None:
+        P = distdl.world()[:2].reshape(2, 1)
+        for weights in ("replicated", "sharded"):
+            model = distdl.distribute(Renormed(), P, weights=weights)
+            for name, one in steps(model, distdl.distribute_tensor(indices, P)).items():
+                torch.testing.assert_close(one, expected[name], rtol=1e-12, atol=1e-12)
+
+    distdl.run_workers(work, 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_tables_that_are_renormed_in_evaluation(weights):
+    indices, table = torch.tensor([[4, 0, 5]]), 3 * noise(6, 3)
+
+    def looked_up(model, given):
+        model.load_state_dict({"weight": table})
+        with torch.no_grad():
+            return model(given), model.state_dict()["weight"].clone()
+
+    y, shortened = looked_up(nn.Embedding(6, 3, max_norm=0.5, dtype=torch.float64), indices)
+
+    def work() -> None:
+        P = distdl.world()[:2].reshape(1, 2)
+        model = distdl.distribute(nn.Embedding(6, 3, max_norm=0.5, dtype=torch.float64), P, weights=weights)
+        for given in (indices, distdl.distribute_tensor(indices, P)):
+            found, now = looked_up(model, given)
+            assert_very_close(found, y)
+            torch.testing.assert_close(now, shortened)
 
     distdl.run_workers(work, 3)

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 import torch
-from launched import assert_close, assert_told_apart
+from launched import assert_close, assert_told_apart, on_workers, split
 from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 
@@ -306,3 +306,23 @@ def test_integers_that_are_divided_by_zero_on_every_worker():
         assert x.sum().item() == 8
 
     distdl.run_workers(work, 2)
+
+
+x35 = noise(3, 5)
+
+
+NUMBERS_WRITTEN = {
+    "fill_": lambda x, plain: x.fill_(plain), "fill_ itself": lambda x, plain: x.fill_(x),
+    "masked_fill_": lambda x, plain: x.masked_fill_(torch.tensor(True), plain),
+    "detach_": lambda x, plain: x.detach_(), "detach_ of a sum": lambda x, plain: (x * 1).sum().detach_(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", NUMBERS_WRITTEN.values(), ids=NUMBERS_WRITTEN)
+@on_workers
+def test_tensors_without_dims_are_written_on_every_worker(write):
+    """One worker has such a tensor; on the others its block has a dim."""
+    for x in (split(x35).sum(), distdl.distribute_tensor(torch.tensor(2.0), distdl.world()[1:2], axes=())):
+        plain = x.full_tensor()
+        ours, theirs = (write(one, torch.tensor(3)) for one in (x, plain))
+        assert_close(ours, theirs)

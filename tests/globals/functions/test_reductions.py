@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from launched import on_workers
 from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 
@@ -236,3 +237,14 @@ def test_arguments_by_their_names():
     x = noise(3, 5)
     assert_same(lambda x: torch.sum(input=x, dim=0), Global(x))
     assert_same(lambda x: torch.mean(input=x, dim=(0, 1), keepdim=True), Global(x))
+
+
+@on_workers
+def test_the_sum_of_a_number_is_another_tensor():
+    x = distdl.distribute_tensor(torch.tensor(2.0), distdl.world()[1:2], axes=()).requires_grad_()
+    for y in (x.sum(), x.sum(0), torch.sum(x, dim=0, keepdim=True)):
+        assert not y.is_leaf and y.dtype is x.dtype
+        y.mul_(3)
+        (dx,) = torch.autograd.grad(y, x)
+        assert dx.item() == 3 and x.item() == 2
+    assert (x > 1).sum().dtype is torch.int64 and x.sum(dtype=torch.float64).dtype is torch.float64

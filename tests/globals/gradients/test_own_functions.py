@@ -889,7 +889,7 @@ def test_plain_tensors_that_are_written_by_another_name():
             assert_close(one, expected)
     other = torch.zeros(3, 5, dtype=torch.float64)
     known = other.view(5, 3)
-    with pytest.raises(RuntimeError, match=r"would write values of a global tensor into a plain tensor.* shares its"):
+    with pytest.raises(RuntimeError, match=r"would write what a global tensor says into a plain tensor.* shares its"):
         Assigned.apply(other, split(x35), ...)
     assert known.eq(0).all()
 
@@ -976,3 +976,32 @@ def test_a_first_derivative_of_a_function_that_is_differentiable_once():
                 one.sum().backward()
     for ours, theirs in zip(*found, strict=True):
         assert_close(ours, theirs)
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return 2 * x * dy
+
+
+class _Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+    def forward(self, x):
+        return _Square.apply(x * self.w) + x
+
+
+@on_workers
+def test_an_autograd_function_in_a_model_has_its_gradient():
+    model, alone = distdl.distribute(_Own(), split(x35).layout.partition), _Own()
+    model(x35).sum().backward()
+    alone(x35).sum().backward()
+    assert_close(model.w.grad, alone.w.grad)

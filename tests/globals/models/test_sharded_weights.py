@@ -34,9 +34,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import distdl
 from distdl import GlobalTensor
 from distdl.globals.models import gathering
-from distdl.globals.models.gathered import Gathered
+from distdl.globals.models.gathered import Gathered, Keep
 from distdl.globals.models.gathering import Gathering
-from distdl.globals.models.saved_weights import SaveWeights
 from distdl.transport import Communicator
 
 
@@ -130,7 +129,7 @@ def weights_in(book):
 @pytest.fixture
 def apart(monkeypatch):
     """The weights of each module come by themselves."""
-    monkeypatch.setattr(gathering, "PREFETCHED", -1)
+    monkeypatch.setattr(gathering, "_ALONG", -1)
 
 
 @pytest.mark.usefixtures("apart")
@@ -1120,7 +1119,7 @@ def test_frozen_weights_go_as_soon_as_a_backward_has_read_them():
         P = distdl.world().reshape(2, 1)
         model = distdl.distribute(nn.Sequential(*(Adapted() for _ in range(5))).double(), P, weights="sharded")
         x = distdl.distribute_tensor(noise(4, 16), P)
-        held = model[0]._parameters.weights.saving.held
+        held = model[0]._parameters.copies.keep.held
         gathered: list[Gathered] = []
         for layer in model:
             layer.frozen.register_forward_hook(
@@ -1128,7 +1127,7 @@ def test_frozen_weights_go_as_soon_as_a_backward_has_read_them():
             )
 
         def whole() -> int:
-            return sum(one._values is not None for one in gathered)
+            return sum(one._wholes is not None for one in gathered)
 
         within: list[int] = []
         for place in (3, 1):  # (when the gradient of what goes into a layer is there)
@@ -1158,7 +1157,7 @@ def whole(monkeypatch):
         made.__dict__.setdefault("each", []).append(self)
 
     monkeypatch.setattr(Gathered, "__init__", noted)
-    return lambda: sum(one.is_present() for one in made.each)
+    return lambda: sum(one._wholes is not None or one.ready is not None for one in made.each)
 
 
 def in_a_row(count=6):
@@ -1168,7 +1167,7 @@ def in_a_row(count=6):
 @pytest.mark.parametrize(("bytes_along", "together"), [(1 << 19, 1), (2 * 8 * (48 + 4), 2), (0, 6)])
 def test_weights_of_the_next_modules_come_along(monkeypatch, whole, bytes_along, together):
     """From the second forward on, which expects the order of the first. Their gradients go back together, too."""
-    monkeypatch.setattr(gathering, "PREFETCHED", bytes_along)
+    monkeypatch.setattr(gathering, "_ALONG", bytes_along)
 
     def messages(book):
         return sum(one.calls for one in weights_in(book))
@@ -1585,14 +1584,14 @@ def test_a_forward_that_writes_shares_in_inference_mode_is_an_error():
 
 def test_a_backward_keeps_no_list_of_all_that_came_along(monkeypatch):
     """Each module looks through it."""
-    monkeypatch.setattr(gathering, "PREFETCHED", 2 * 8 * (48 + 4))
-    counts, release = threading.local(), SaveWeights._release
+    monkeypatch.setattr(gathering, "_ALONG", 2 * 8 * (48 + 4))
+    counts, release = threading.local(), Keep._release
 
     def counted(self, backward, *number):
-        counts.__dict__.setdefault("each", []).append(len(self._present.get(backward, [])))
+        counts.__dict__.setdefault("each", []).append(len(self._again.get(backward, [])))
         release(self, backward, *number)
 
-    monkeypatch.setattr(SaveWeights, "_release", counted)
+    monkeypatch.setattr(Keep, "_release", counted)
 
     def work():
         ours = sharded(in_a_row(12), (1, 1, 2))

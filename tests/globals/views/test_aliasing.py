@@ -1,5 +1,7 @@
 """Tensors that share cells in torch: what is written into one is in the other, or an error where that is used."""
 
+import weakref
+
 import pytest
 import torch
 from launched import assert_close, on_workers, split
@@ -7,6 +9,7 @@ from same import noise
 from torch import nn
 
 import distdl
+from distdl import GlobalTensor
 
 x46, x64 = noise(4, 6), noise(6, 4)
 
@@ -266,4 +269,231 @@ def test_what_a_buffer_was_set_to_is_refused_once_the_buffer_was_written(mode):
         with mode(), pytest.raises(RuntimeError, match="a buffer that was set to this tensor"):
             model(distdl.distribute_tensor(noise(6, 4), P))
 
+    distdl.run_workers(work, 3)
+
+
+x35 = noise(3, 5)
+
+
+@on_workers
+def test_an_in_place_write_reaches_what_it_is_a_view_of():
+    """Where the view had to move, the tensor itself is not used again in silence."""
+    x, plain = split(x35) * 1, x35.clone()
+    x[1:].mul_(2)
+    plain[1:].mul_(2)
+    assert_close(x, plain)
+    x.view(-1).add_(1)
+    plain.view(-1).add_(1)
+    assert_close(x, plain)
+
+
+@pytest.mark.filterwarnings("ignore:as_strided")
+@on_workers
+def test_what_is_written_into_a_view_that_fell_back_is_not_lost_in_silence():
+    x = split(x35) * 1
+    x.as_strided((3,), (6,)).mul_(2)
+    with pytest.raises(RuntimeError, match="written in place"):
+        x.sum()
+
+
+@on_workers
+def test_what_returns_its_argument_has_written_nothing():
+    x = split(x35) * 1
+    y = x.view(15).contiguous().double() + 0
+    assert_close(y, x35.view(15))
+    assert_close(x * 2, x35 * 2)
+
+
+@pytest.mark.parametrize("written", [
+    lambda x, part, moved, view: (x.to_local().mul_(2), moved),
+    lambda x, part, moved, view: (moved.to_local().zero_(), x),
+    lambda x, part, moved, view: (part.mul_(2), moved),
+    lambda x, part, moved, view: (x.mul_(2), view),
+    lambda x, part, moved, view: (view.mul_(2), x),
+    lambda x, part, moved, view: (view.mul_(2), part),
+])  # fmt: skip
+@on_workers
+def test_a_view_whose_cells_have_moved_is_never_used_with_old_values(written):
+    """Whatever was written: the tensor, a part of it, the view, or a block of one of them."""
+    x = split(noise(4, 6), 1, 3) * 1
+    part = x[:2]
+    moved, view = x.view(6, 4), part.view(-1)
+    assert_close(moved + 0, noise(4, 6).view(6, 4))
+    _, stale = written(x, part, moved, view)
+    with pytest.raises(RuntimeError, match="has written in place"):
+        stale.sum()
+
+
+@pytest.mark.parametrize("share", [lambda x: x.detach(), lambda x: x.data, lambda x: x.detach()[1:]])
+@on_workers
+def test_what_shares_memory_without_a_graph_is_told_apart_from_copies(share):
+    def both():
+        x = split(noise(4, 6), 1, 3) * 1
+        shared = share(x)
+        return x, shared, shared.view(-1)
+
+    for written, stale in ((0, 2), (1, 2), (2, 0), (2, 1)):
+        found = both()
+        found[written].mul_(2)
+        with pytest.raises(RuntimeError, match="has written in place"):
+            found[stale].sum()
+    x = split(x35, 1, 3) * 1
+    x.detach().mul_(2)
+    assert_close(x, 2 * x35)
+
+
+@on_workers
+def test_a_copy_of_a_copy_is_told_apart_from_what_the_first_is_a_copy_of():
+    x = split(noise(4, 6), 1, 3) * 1
+    first = x.view(8, 3)
+    second = first.view(3, 8)
+    second.mul_(2)
+    for stale in (x, first):
+        with pytest.raises(RuntimeError, match="has written in place"):
+            stale.sum()
+    x = split(noise(4, 6), 1, 3) * 1
+    last = x.view(8, 3).view(3, 8)[1:]  # (the ones between are gone)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="has written in place"):
+        last.sum()
+
+
+@on_workers
+def test_what_was_written_stays_refused_when_the_view_has_gone():
+    x = split(noise(4, 6), 1, 3) * 1
+    part = x[:, 1:]
+    x.reshape(-1).zero_()
+    for one in (part, x, part):
+        with pytest.raises(RuntimeError, match="has written in place"):
+            one.reshape(-1)
+
+
+@on_workers
+def test_a_view_does_not_keep_what_it_is_a_view_of():
+    x = split(noise(4, 6), 1, 3) * 1
+    kept, gone = x.transpose(0, 1)[1:], weakref.ref(x)
+    del x
+    assert gone() is None
+    assert_close(kept, noise(4, 6).T[1:])
+
+
+MANY_VIEWS = {
+    "chunk": lambda x: x.chunk(2)[0], "split": lambda x: x.split(3, 1)[1], "sizes": lambda x: x.split([2, 1])[1],
+    "rows": lambda x: x.unbind(0)[2], "columns": lambda x: x.unbind(1)[2], "iterated": lambda x: next(iter(x)),
+    "view": lambda x: x.chunk(2)[0].view(-1, 1, 5), "part": lambda x: x.chunk(2, 1)[0][:1],
+    "parts": lambda x: x.tensor_split(2)[0], "detached": lambda x: x.chunk(2)[0].detach(),
+    "one": lambda x: x.chunk(1)[0], "v": lambda x: x.vsplit([2])[0],
+}  # fmt: skip
+
+
+def without_gradients(function, x):
+    with torch.no_grad():
+        return function(x * 1)
+
+
+MADE = {
+    "with gradients": lambda function, x: function(x * 1),
+    "of a constant": lambda function, x: function(x.detach().clone()),
+    "without gradients": without_gradients,
+}
+
+
+@pytest.mark.parametrize("value", [False, True])
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+@pytest.mark.parametrize("function", MANY_VIEWS.values(), ids=MANY_VIEWS)
+def test_views_that_one_function_makes_are_written_where_torch_writes_them(function, made, value):
+    def outcome(x):
+        y = made(function, x)
+        try:
+            y.copy_((x * 2).sum()) if value else y.mul_(2)
+        except RuntimeError as error:
+            return str(error).split(".")[1]  # (behind the name of the view)
+        return y
+
+    def work():
+        for grid in ((2, 1), (1, 2)):
+            ours = outcome(split(x35.clone().requires_grad_(), *grid))
+            assert type(ours) is type(theirs) or not isinstance(theirs, str), ours
+            if isinstance(theirs, str):
+                assert ours == theirs
+            else:
+                assert_close(ours, theirs)
+
+    theirs = outcome(x35.clone().requires_grad_())
+    distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("part", [slice(1, None), (slice(None), slice(1, 3)), (slice(None), slice(2, 2)), 0])
+@on_workers
+def test_parts_of_leaves_are_written_without_gradients(part):
+    """Of a view that was made without gradients, and written, torch refuses to say what it follows from."""
+    found = []
+    for place in (split, torch.clone):
+        x = place(x35).requires_grad_()
+        with torch.no_grad():
+            x[part] -= 1.5
+            y = x[part]
+            y.mul_(2)
+            x[part] = y + y.sum()
+        with torch.inference_mode():
+            x[part] += 1
+        found.append(x.detach())
+        (x * x).sum().backward()
+        assert_close(x.grad, 2 * x.detach())
+    assert_close(*found)
+
+
+RESULTS = {
+    "rot90": torch.rot90, "sum": torch.sum,
+    "cat": lambda x: torch.cat([x, x]),
+    "index_select": lambda x: x.index_select(1, torch.tensor([4, 0])), "roll": lambda x: x.roll(1, 1),
+    "matmul": lambda x: x @ x.T, "cumsum": lambda x: x.cumsum(1), "sorted": lambda x: x.sort(1)[0],
+    "max": lambda x: x.max(0)[0], "aminmax": lambda x: x.aminmax(dim=1).min, "median": lambda x: x.median(0).values,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", RESULTS.values(), ids=RESULTS)
+@on_workers
+def test_results_that_are_no_views_in_torch_are_written_with_gradients(function):
+    """They were made without; on some workers they are views of what has come from others."""
+    found = []
+    for place in (split, torch.clone):
+        x = place(x35).requires_grad_()
+        with torch.no_grad():
+            y = function(x)
+        y *= (x * x).sum()
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        found.append((y, dx))
+        assert not function(x).detach_().requires_grad
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
+LEAVES = {
+    "of a view that a worker has": lambda x, P: GlobalTensor.from_local(
+        distdl.distribute_tensor(x, P).to_local()[...], P
+    ),
+    "of one cell": lambda x, P: distdl.distribute_tensor(x[0, 0].clone(), P[1:2, 0:1], axes=()),
+}
+
+
+@pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES)
+@pytest.mark.parametrize("view", [lambda x: x[...], lambda x: x.view(-1), lambda x: x.view_as(x)])
+def test_views_of_leaves_stay_in_their_graphs_when_they_are_written(make, view):
+    """A block may be a view of memory that has no graph, at which the graph of its views would begin."""
+
+    def gradient(x):
+        x.requires_grad_()
+        y = view(x)
+        with torch.no_grad():
+            y.mul_(2)
+        (y * y).sum().backward()
+        return x.grad
+
+    def work():
+        P = distdl.world().reshape(3, 1)
+        found = gradient(make(x35.clone(), P))
+        assert_close(found, theirs if found.dim() else theirs[0, 0])
+
+    theirs = gradient(x35.clone())
     distdl.run_workers(work, 3)

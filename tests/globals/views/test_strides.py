@@ -470,3 +470,68 @@ def test_torch_takes_a_layout_for_that_of_dense_memory():
         with pytest.raises(TypeError):  # (where torch takes no layout)
             wrong()
     assert x.layout == split(x2).layout and x.layout != split(x3).layout
+
+
+x35 = noise(3, 5)
+
+
+@on_workers
+def test_a_part_is_contiguous_on_all_workers_or_on_none():
+    """Of two columns, the block of two rows is not contiguous, and the block of one row is."""
+    part = split(x35)[:, 1:3]
+    assert not part.is_contiguous() and part.stride() == (5, 1) and part.storage_offset() == 1
+    image = split(noise(2, 3, 4, 5)).contiguous(memory_format=torch.channels_last)
+    assert not image.is_contiguous() and image.is_contiguous(memory_format=torch.channels_last)
+
+
+def _with_other_data(x):
+    x.data = torch.ones(3, 5, dtype=torch.float64)
+    return x.add_(1)
+
+
+EXPANSIONS = {
+    "rows": lambda x: x[:1].expand(3, 5),
+    "columns": lambda x: x[:, :1].expand(3, 5),
+    "number": lambda x: x.sum().expand(3, 5),
+    "as another": lambda x: x[:1].expand_as(x),
+    "part": lambda x: x[:1].expand(4, 5)[1:],
+    "other dims": lambda x: x[:, :1].expand(3, 5).detach().t().t(),
+}
+
+
+WRITTEN = {
+    "add_": lambda x: x.add_(1),
+    "number": lambda x: x.__iadd__(1.0),
+    "copy_": lambda x: x.copy_(torch.ones(5, dtype=torch.float64)),
+    "relu": lambda x: torch.nn.functional.relu(x, inplace=True),
+    "uniform_": lambda x: x.uniform_(),
+    "dropout": lambda x: torch.nn.functional.dropout(x, inplace=True),
+    "foreach": lambda x: torch._foreach_add_([x], 1),
+    "cumsum_": lambda x: x.cumsum_(0),
+    "scatter_": lambda x: x.scatter_(0, torch.zeros(3, 5, dtype=torch.long), 1.0),
+}
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 3)])
+@pytest.mark.parametrize("expand", EXPANSIONS.values(), ids=EXPANSIONS)
+@on_workers
+def test_what_torch_refuses_to_write_is_one_error(expand, grid):
+    for write in WRITTEN.values():
+        for x in (split(x35, *grid), x35.clone()):
+            with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single"):
+                write(expand(x))
+    for write in (lambda x: x.fill_(2), lambda x: x.zero_()):  # of these alone torch takes such a tensor
+        if expand is EXPANSIONS["as another"]:  # a block of it has moved
+            with pytest.raises(RuntimeError, match="of which several elements lie in one place in torch"):
+                write(expand(split(x35, *grid)))
+        else:
+            assert_close(write(expand(split(x35, *grid))), write(expand(x35.clone())))
+    for write in (
+        lambda x: x.contiguous().add_(1),
+        lambda x: x.clone().abs_(),
+        lambda x: x.real,
+        lambda x: x.type(torch.float64),
+        _with_other_data,
+    ):
+        assert_close(write(expand(split(x35, *grid))), write(expand(x35.clone())))
+    assert_close(x35[:1].expand(1, 5).clone().add_(1), split(x35, *grid)[:1].expand(1, 5).add_(1).full_tensor())
