@@ -1,5 +1,6 @@
 """Models that are distributed in tests, how they are trained, and what has to be the same as of sequential ones."""
 
+import copy
 import warnings
 
 import torch
@@ -64,6 +65,16 @@ def network(make=Net, seed=0):
 def partition(grid):
     count = int(torch.Size(grid).numel())
     return distdl.world().create_partition_inclusive(range(count)).create_cartesian_topology_partition(grid)
+
+
+def sharded(model, grid, fallback="error"):
+    """A copy of a model, distributed over a grid, of whose weights each worker stores a share."""
+    return distdl.distribute(copy.deepcopy(model), partition(grid), weights="sharded", fallback=fallback)
+
+
+def in_a_row(count=6):
+    """Convolutions one after the other, with the same weights on every worker."""
+    return network(lambda: nn.Sequential(*(nn.Conv1d(4, 4, 3, padding=1) for _ in range(count))))
 
 
 def whole(x):

@@ -8,11 +8,13 @@ import warnings
 
 import pytest
 import torch
+from nets import assert_identical, network, partition, run
 from torch import nn
 
 import distdl
 from distdl.backends.threaded.communicator import ThreadCommunicator
 from distdl.globals.consistency import equality
+from distdl.globals.consistency.equality import _parts
 
 WORKERS = 3
 
@@ -159,3 +161,64 @@ def test_a_seed_counts_that_was_set_before_distdl_was_imported():
     code = "import torch; torch.manual_seed(0); from distdl.globals.consistency.equality import _SEED; print(_SEED)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.stdout == f"{torch.Generator().initial_seed()}\n", found.stderr
+
+
+def test_lists_of_parameters_say_nothing_of_devices():
+    model = nn.ParameterList([nn.Parameter(torch.ones(2))])
+    assert _parts(model) == ["the model is ParameterList()"]
+
+
+def test_all_workers_get_the_weights_and_buffers_of_the_first():
+    def work():
+        me = distdl.world().rank
+        model = network(seed=me)
+        model.norm.running_mean += me
+        if me == 0:
+            model.tied.bias.data = model.tied.bias.data.flip(0)  # (also not contiguous)
+        distdl.distribute(model, partition((3, 1)))
+        assert_identical(model)
+        expected = network(seed=0)
+        assert torch.equal(model.first.weight, expected.first.weight) and model.norm.running_mean.sum() == 0
+        assert torch.equal(model.tied.bias, expected.tied.bias.flip(0))
+
+    run(work)
+
+
+def _layers(kind, other):
+    conv = nn.Conv1d(2, 3, 1)
+    if kind == "shape":
+        return nn.Sequential(conv, nn.Conv1d(3, 2 + other, 1))
+    if kind == "dtype":
+        return nn.Sequential(conv, nn.Conv1d(3, 2, 1, dtype=torch.float64 if other else None))
+    if kind == "class":
+        return nn.Sequential(conv, nn.Tanh() if other else nn.ReLU())
+    if kind == "option":
+        return nn.Sequential(conv, nn.Dropout(0.3 if other else 0.5))
+    return nn.Sequential(conv, nn.ReLU()) if other and kind == "fewer" else nn.Sequential(conv, nn.ReLU(), nn.ReLU())
+
+
+DIFFERENT = {
+    "shape": "on worker 0 1.weight is 2x3x1 of torch.float32, and on worker 2 1.weight is 3x3x1 of torch.float32",
+    "dtype": "1.weight is 2x3x1 of torch.float32, and on worker 2 1.weight is 2x3x1 of torch.float64",
+    "class": r"on worker 0 1 is ReLU\(\), and on worker 2 1 is Tanh\(\)",
+    "option": r"on worker 0 1 is Dropout\(p=0.5, inplace=False\), and on worker 2 1 is Dropout\(p=0.3",
+    "fewer": r"on worker 0 2 is ReLU\(\), and on worker 2 nothing more",
+    "partition": "on worker 0 the partition is 3x1 on workers 0..2, and on worker 2 the partition is 3x1 on workers 2",
+    "weights": "on worker 0 weights='replicated', and on worker 2 weights='sharded'",
+    "fallback": "on worker 0 fallback is not 'error', and on worker 2 fallback is 'error'",
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_workers_with_different_models_or_options(kind):
+    def work():
+        other = distdl.world().rank == 2
+        P = distdl.world()[:3].reshape(3, 1)
+        if kind == "partition" and other:
+            P = distdl.world()[2::-1].reshape(3, 1)
+        weights = "sharded" if kind == "weights" and other else "replicated"
+        with pytest.raises(ValueError, match=DIFFERENT[kind]):
+            fallback = "error" if kind == "fallback" and other else "silent"
+            distdl.distribute(_layers(kind, other), P, weights=weights, fallback=fallback)
+
+    run(work)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launched import on_workers, split
 from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 
@@ -141,3 +142,25 @@ def test_every_function_of_a_gpus_list_is_known():
         name_of(function) for function in TABLE if callable(function)
     }  # (one worker computes the others by torch)
     assert not {name for name in native & names - known if not _OF_OTHERS.fullmatch(name)}
+
+
+x35 = noise(3, 5)
+
+
+class _Scale(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+@on_workers
+def test_autocast():
+    model = distdl.distribute(torch.nn.Sequential(_Scale().float()), split(x35).layout.partition)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model(noise(1, 5).float())
+        loss = torch.nn.functional.relu(y).float().pow(2).mean()
+    loss.backward()
+    assert loss.dtype == torch.float32 and torch.isfinite(model[0].factor.grad).all()

@@ -124,3 +124,91 @@ def test_lists_of_tensors_without_dims_are_refused_on_every_worker(write):
         y = leaf[2, 4].clone()
     with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
         write([y])
+
+
+row = noise(5, seed=2)
+
+
+OPTIMISERS = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "momentum of lists": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "Adam of lists": lambda p: torch.optim.Adam(p, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p),
+    "AdamW of lists": lambda p: torch.optim.AdamW(p, foreach=True, amsgrad=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+    "RMSprop of lists": lambda p: torch.optim.RMSprop(p, foreach=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "Adagrad of lists": lambda p: torch.optim.Adagrad(p, foreach=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+@on_workers
+def test_optimisers_of_global_tensors(name):
+    ours = [split(x35).requires_grad_(), split(row).requires_grad_()]
+    theirs = [x35.clone().requires_grad_(), row.clone().requires_grad_()]
+    for leaves in (ours, theirs):
+        optimiser = OPTIMISERS[name](leaves)
+        schedule = torch.optim.lr_scheduler.StepLR(optimiser, 1, 0.5)
+        for _ in range(3):
+            optimiser.zero_grad()
+            ((leaves[0].sin() * leaves[0]).sum() + (leaves[1] ** 3).sum()).backward()
+            optimiser.step()
+            schedule.step()
+    for mine, own in zip(ours, theirs, strict=True):
+        assert_close(mine, own)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize("foreach", [False, True])
+@on_workers
+def test_gradients_are_clipped(foreach):
+    leaves = split(x35).requires_grad_(), x35.clone().requires_grad_()
+    norms = []
+    for leaf in leaves:
+        (leaf**3).sum().backward()
+        torch.nn.utils.clip_grad_value_([leaf], 2.5, foreach=foreach)
+        norms.append(torch.nn.utils.clip_grad_norm_([leaf], 0.1, foreach=foreach))
+    assert_close(*norms)
+    assert_close(leaves[0].grad, leaves[1].grad)
+
+
+@on_workers
+def test_scaled_gradients():
+    for bad in (False, True):
+        leaf, plain = split(x35).requires_grad_(), row.clone().requires_grad_()
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimiser = torch.optim.SGD([leaf, plain], lr=0.1)
+        loss = (leaf**2).sum() + (leaf.detach() * plain).sum()
+        scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
+        scaler.step(optimiser)
+        scaler.update()
+        assert scaler.get_scale() == (4.0 if bad else 8.0)
+        assert_close(leaf, x35 * (1.0 if bad else 0.8))
+        assert_close(plain, row if bad else row - 0.1 * x35.sum(0))
+
+
+@on_workers
+def test_a_list_with_a_leaf_is_not_written():
+    x, leaf = split(x35), split(x35).requires_grad_()
+    for given in ([x, leaf], [x35.clone(), leaf]):
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            torch._foreach_add_(given, 1.0)
+        assert_close(given[0], x35)
+
+
+@on_workers
+def test_second_derivatives_of_numbers_in_a_list():
+    """Also on workers that do not have the number: backward goes the same way there."""
+    found = []
+    for whole in (True, False):
+        one, other = (split(noise(1)).sum() if whole else noise(1).sum() for _ in range(2))
+        xs = [one.detach().requires_grad_(), other.detach().requires_grad_()]
+        ys = torch._foreach_mul(xs, 2.5)
+        firsts = torch.autograd.grad(sum((y**3).sum() for y in ys), xs, create_graph=True)
+        found.append([*firsts, *torch.autograd.grad(sum((dx**2).sum() for dx in firsts), xs)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)

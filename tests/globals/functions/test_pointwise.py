@@ -326,3 +326,13 @@ def test_tensors_without_dims_are_written_on_every_worker(write):
         plain = x.full_tensor()
         ours, theirs = (write(one, torch.tensor(3)) for one in (x, plain))
         assert_close(ours, theirs)
+
+
+@on_workers
+def test_numbers_are_compared_with_what_requires_a_gradient():
+    found = []
+    for place in (split, torch.clone):
+        numbers = place(x35.long())
+        numbers.lt_(place(x35).requires_grad_())
+        found.append(numbers)
+    assert_close(*found)

@@ -7,14 +7,15 @@ import weakref
 
 import pytest
 import torch
-from launched import assert_close, assert_told_apart, on_workers, split
+from launched import assert_close, on_workers, split
 from same import Global, assert_raises_the_same, assert_same, noise
-from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl import GlobalTensor
 
-x35, y35, row = noise(3, 5), noise(3, 5, seed=1), noise(5, seed=2)
+x35 = noise(3, 5)
+y35 = noise(3, 5, seed=1)
+row = noise(5, seed=2)
 
 
 @on_workers
@@ -270,137 +271,6 @@ class _Scale(torch.nn.Module):
         return x * self.factor
 
 
-@pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
-@on_workers
-def test_checkpoints(grid):
-    """Also nested, with a block that is empty, and an idle worker."""
-
-    def run(x, w, v):
-        def step(a):
-            return ((a * w).exp() * v).sum(0, keepdim=True).sigmoid()
-
-        def two(a):
-            return checkpoint(step, checkpoint(step, a, use_reentrant=False) * a, use_reentrant=False)
-
-        y = checkpoint(two, x, use_reentrant=False).sum()
-        return y, *torch.autograd.grad(y, (x, w))
-
-    one = noise(1, 5)
-    weights = [row.clone().requires_grad_() for _ in range(2)]
-    expected = run(one.clone().requires_grad_(), weights[0], row)
-    found = run(split(one, *grid).requires_grad_(), weights[1], split(row, 2))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert_close(ours, theirs)
-
-
-_places = torch.tensor([2, 0, 3])
-SAVING = {  # the tensors for which an operator saves where there are cells
-    "picked": lambda x: x[_places],
-    "picked along": lambda x: x[:, [[0, 1], [4, 2]]],
-    "select": lambda x: x.index_select(0, _places),
-    "interleaved": lambda x: x.repeat_interleave(torch.tensor([1, 0, 2, 1]), 0),
-    "sort": lambda x: x.sort(1).values,
-    "topk": lambda x: x.topk(2, 0).values,
-    "put": lambda x: x.index_put((_places,), x[0] * 2),
-    "put number": lambda x: x.index_put((_places,), torch.tensor(2.0, dtype=x.dtype)),
-    "accumulated": lambda x: x.index_put((_places,), x[0] * 2, accumulate=True),
-    "add": lambda x: x.index_add(0, _places, x[:3]),
-    "add to": lambda x: x.index_add(0, _places, x[:3].detach()),
-    "add of": lambda x: x.detach().index_add(0, _places, x[:3]),
-    "copy": lambda x: x.index_copy(0, _places, x[:3]),
-    "amax": lambda x: x.index_reduce(0, _places, x[:3], "amax"),
-    "cummax": lambda x: x.cummax(0).values,
-}
-
-
-@pytest.mark.filterwarnings("ignore:index_reduce")
-@pytest.mark.parametrize("name", SAVING)
-def test_the_end_of_a_checkpoint_behind_a_movement_that_has_no_gradient(name):
-    """All workers recompute as far as it, also those without cells, and the idle one."""
-
-    def function(x):
-        def measured(x):
-            assert x.detach().abs().sum() > 0
-            return SAVING[name](x)
-
-        return checkpoint(measured, x, use_reentrant=False).sin()
-
-    assert_same(function, Global(noise(4, 5)), grids=[(2, 1), (1, 4), (4, 1)])
-
-
-@on_workers
-def test_a_checkpoint_in_a_model():
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = _Scale(), _Scale()
-
-        def forward(self, x):
-            return self.second(checkpoint(lambda y: self.first(y).exp(), x, use_reentrant=False))
-
-    ours, theirs = Model(), Model()
-    distdl.distribute(ours, split(x35).layout.partition)
-    for model in (ours, theirs):
-        model(x35).pow(2).sum().backward()
-    for mine, own in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert_close(mine.grad, own.grad)
-
-
-@on_workers
-def test_a_checkpoint_that_enters_the_graph_again():
-    """An autograd function of torch's. It draws again what it drew."""
-    x = torch.ones_like(split(x35)).requires_grad_()
-    y = checkpoint(lambda x: torch.dropout(x, 0.5, True).exp(), x, use_reentrant=True)
-    torch.rand_like(x)
-    y.sum().backward()
-    dropped = y.full_tensor() == 1
-    assert bool(dropped.any()) and bool(((x.grad.full_tensor() == 0) == dropped).all())
-    assert bool((torch.dropout(x, 0.5, True).full_tensor() != torch.dropout(x, 0.5, True).full_tensor()).any())
-
-
-@on_workers
-def test_autocast():
-    model = distdl.distribute(torch.nn.Sequential(_Scale().float()), split(x35).layout.partition)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = model(noise(1, 5).float())
-        loss = torch.nn.functional.relu(y).float().pow(2).mean()
-    loss.backward()
-    assert loss.dtype == torch.float32 and torch.isfinite(model[0].factor.grad).all()
-
-
-OPTIMISERS = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "momentum of lists": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
-    "Adam of lists": lambda p: torch.optim.Adam(p, foreach=True),
-    "AdamW": lambda p: torch.optim.AdamW(p),
-    "AdamW of lists": lambda p: torch.optim.AdamW(p, foreach=True, amsgrad=True),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
-    "RMSprop of lists": lambda p: torch.optim.RMSprop(p, foreach=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p),
-    "Adagrad of lists": lambda p: torch.optim.Adagrad(p, foreach=True),
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "NAdam": lambda p: torch.optim.NAdam(p),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMISERS)
-@on_workers
-def test_optimisers_of_global_tensors(name):
-    ours = [split(x35).requires_grad_(), split(row).requires_grad_()]
-    theirs = [x35.clone().requires_grad_(), row.clone().requires_grad_()]
-    for leaves in (ours, theirs):
-        optimiser = OPTIMISERS[name](leaves)
-        schedule = torch.optim.lr_scheduler.StepLR(optimiser, 1, 0.5)
-        for _ in range(3):
-            optimiser.zero_grad()
-            ((leaves[0].sin() * leaves[0]).sum() + (leaves[1] ** 3).sum()).backward()
-            optimiser.step()
-            schedule.step()
-    for mine, own in zip(ours, theirs, strict=True):
-        assert_close(mine, own)
-
-
 def test_gradients_that_are_kept_can_be_set():
     def doubled(x):
         y = x.detach().clone().requires_grad_() * 2
@@ -439,133 +309,6 @@ def test_gradients_of_another_dtype():
     assert_same(lambda x: told(x.detach().clone()), Global(x35))
 
 
-@pytest.mark.filterwarnings("ignore:.*has no op")
-@pytest.mark.parametrize("foreach", [False, True])
-@on_workers
-def test_gradients_are_clipped(foreach):
-    leaves = split(x35).requires_grad_(), x35.clone().requires_grad_()
-    norms = []
-    for leaf in leaves:
-        (leaf**3).sum().backward()
-        torch.nn.utils.clip_grad_value_([leaf], 2.5, foreach=foreach)
-        norms.append(torch.nn.utils.clip_grad_norm_([leaf], 0.1, foreach=foreach))
-    assert_close(*norms)
-    assert_close(leaves[0].grad, leaves[1].grad)
-
-
-@on_workers
-def test_scaled_gradients():
-    for bad in (False, True):
-        leaf, plain = split(x35).requires_grad_(), row.clone().requires_grad_()
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        optimiser = torch.optim.SGD([leaf, plain], lr=0.1)
-        loss = (leaf**2).sum() + (leaf.detach() * plain).sum()
-        scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
-        scaler.step(optimiser)
-        scaler.update()
-        assert scaler.get_scale() == (4.0 if bad else 8.0)
-        assert_close(leaf, x35 * (1.0 if bad else 0.8))
-        assert_close(plain, row if bad else row - 0.1 * x35.sum(0))
-
-
-class _Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * 2
-
-
-class _Same(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.contiguous()  # which is x
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy.contiguous()
-
-
-class _Part(_Same):
-    @staticmethod
-    def forward(ctx, x):
-        return x[:]  # a view, which says that it requires a gradient, because x does
-
-
-USES = {
-    "sum": torch.Tensor.sum,
-    "beside": lambda y: torch.ones(3, 5) + y,
-    "written": lambda y: y.mul_(2),
-    "whole": lambda y: y.full_tensor(),
-    "on one": lambda y: y.full_tensor(on=0),
-    "block": lambda y: y.to_local(),
-    "item": lambda y: y.tolist(),
-    "cast": lambda y: y.float(),
-    "split": lambda y: y.redistribute(split(x35, 1, 2).layout),
-    "backward": lambda y: y.backward(x35),
-    "backwards": lambda y: torch.autograd.backward(y, x35),
-    "grad": lambda y: torch.autograd.grad(y, y, x35),
-    "falls back": lambda y: torch.alias_copy(y),
-    "asked": lambda y: y.requires_grad,
-    "detached": lambda y: y.detach(),
-    "list": lambda y: torch._foreach_add([y], 1.0),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*has no op")
-@pytest.mark.parametrize("function", [_Double, _Same, _Part])
-@pytest.mark.parametrize("use", USES)
-@on_workers
-def test_a_function_of_a_users_own_never_loses_a_gradient(use, function):
-    with pytest.raises(RuntimeError, match=f"{function.__name__} was applied to a global tensor by a reference"):
-        USES[use](_older(function)(split(x35).requires_grad_() * 1))
-
-
-@pytest.mark.parametrize("function", [_Double, _Same, _Part])
-@on_workers
-def test_a_function_of_a_users_own_never_loses_the_gradient_of_a_leaf(function):
-    with pytest.raises(RuntimeError, match=f"{function.__name__} was applied to a global tensor by a reference"):
-        _older(function)(split(x35).requires_grad_()).sum()
-
-
-def _older(function):
-    """What applies it and knows nothing of distdl, as ``function.apply`` did before that was imported."""
-    return super(torch.autograd.Function, function).apply
-
-
-@pytest.mark.filterwarnings("ignore:.*has no op")
-@on_workers
-def test_second_derivatives_of_what_runs_on_one_worker():
-    """All workers go through the same exchanges, also those that do not compute it."""
-
-    def second(x):
-        x, w = x.requires_grad_(), torch.ones(4, dtype=x.dtype, requires_grad=True)
-        dx, dw = torch.autograd.grad(torch.linalg.pinv(x * w).sum(), [x, w], create_graph=True)
-        ((dx * dx).sum() + (dw * dw).sum()).backward()
-        return x.grad, w.grad
-
-    for one, alone in zip(second(split(noise(4, 4, 4))), second(noise(4, 4, 4)), strict=True):
-        torch.testing.assert_close(one.full_tensor() if isinstance(one, GlobalTensor) else one, alone)
-
-
-@on_workers
-def test_nothing_passes_by_the_table():
-    x = split(x35)
-    with (
-        pytest.raises(RuntimeError, match="without passing through its table"),
-        torch._C.DisableTorchFunctionSubclass(),
-    ):
-        x * 2
-    for memory in (torch.Tensor.data_ptr, torch.Tensor.const_data_ptr, torch.Tensor.storage_type):
-        with pytest.raises(TypeError, match="memory"):
-            memory(x)
-    with pytest.raises(RuntimeError, match="data pointer"):  # (it was a capsule, of which reading ended the process)
-        torch.utils.dlpack.to_dlpack(x)
-
-
 @pytest.mark.parametrize("seeds", ["global", "the same everywhere"])
 def test_gradients_of_many_seeds_at_once(seeds):
     def function(x):
@@ -599,64 +342,6 @@ def test_a_copy_of_a_parameter_has_no_gradient(weights):
     assert other.factor.grad is None
     other(x35).sum().backward()
     assert_close(other.factor.grad, x35.sum().reshape(1))
-
-
-@on_workers
-def test_a_list_with_a_leaf_is_not_written():
-    x, leaf = split(x35), split(x35).requires_grad_()
-    for given in ([x, leaf], [x35.clone(), leaf]):
-        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
-            torch._foreach_add_(given, 1.0)
-        assert_close(given[0], x35)
-
-
-@on_workers
-def test_numbers_are_compared_with_what_requires_a_gradient():
-    found = []
-    for place in (split, torch.clone):
-        numbers = place(x35.long())
-        numbers.lt_(place(x35).requires_grad_())
-        found.append(numbers)
-    assert_close(*found)
-
-
-_BACKWARDS = {"backward": lambda y, x: y.backward(), "grad": torch.autograd.grad}
-
-
-def _fail_in_backward(x, backward):
-    """Differentiate a product of what was written since: torch's error."""
-    factor = x * 2
-    product = factor @ factor
-    factor.add_(1)
-    backward(product.sum(), x)
-
-
-@pytest.mark.parametrize("backward", _BACKWARDS.values(), ids=_BACKWARDS)
-def test_a_backward_that_fails_where_one_worker_computes(backward):
-    """It alone has saved what was written. If it is caught there, the others would wait, or be out of step."""
-
-    def work():
-        alone = distdl.world().create_partition_inclusive([0])
-        x = distdl.distribute_tensor(noise(3, 3), alone.reshape(1, 1)).requires_grad_()
-        _fail_in_backward(x, backward)
-        x.sum().item()
-
-    assert_told_apart(work, 3, "a backward that has failed (RuntimeError: one of the variables needed for gradient")
-
-
-@pytest.mark.parametrize("backward", _BACKWARDS.values(), ids=_BACKWARDS)
-def test_workers_go_on_after_a_backward_that_has_failed_on_all(backward):
-    def work():
-        x = distdl.distribute_tensor(noise(4, 4), distdl.world().reshape(3, 1)).requires_grad_()
-        factor = x * 2
-        squares = factor * factor
-        factor.add_(1)
-        with pytest.raises(RuntimeError, match="one of the variables needed for gradient") as raised:
-            backward(squares.sum(), x)
-        assert type(raised.value) is RuntimeError
-        assert_close(torch.autograd.grad((x * x).sum(), x)[0], 2 * noise(4, 4))
-
-    distdl.run_workers(work, 3)
 
 
 @on_workers
@@ -760,17 +445,3 @@ def test_a_later_hook_does_not_keep_the_tensor():
         del y
         assert itself() is None
     assert block() is None
-
-
-@on_workers
-def test_second_derivatives_of_numbers_in_a_list():
-    """Also on workers that do not have the number: backward goes the same way there."""
-    found = []
-    for whole in (True, False):
-        one, other = (split(noise(1)).sum() if whole else noise(1).sum() for _ in range(2))
-        xs = [one.detach().requires_grad_(), other.detach().requires_grad_()]
-        ys = torch._foreach_mul(xs, 2.5)
-        firsts = torch.autograd.grad(sum((y**3).sum() for y in ys), xs, create_graph=True)
-        found.append([*firsts, *torch.autograd.grad(sum((dx**2).sum() for dx in firsts), xs)])
-    for ours, theirs in zip(*found, strict=True):
-        assert_close(ours, theirs)

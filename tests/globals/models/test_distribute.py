@@ -1,7 +1,6 @@
 """A distributed model trains as the sequential one does: losses, gradients, weights, and what else belongs to it."""
 
 import copy
-import functools
 import inspect
 import threading
 import warnings
@@ -27,7 +26,6 @@ from nets import (
 )
 from same import noise
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import distdl
 
@@ -119,142 +117,6 @@ def test_losses_of_parameters(by):
     run(work)
 
 
-class _Frozen(nn.Module):
-    """A layer, and a weight of the model's own, that are frozen for a while in the middle of each forward."""
-
-    def __init__(self, by):
-        super().__init__()
-        self.layer = nn.Conv1d(3, 3, 3, padding=1)
-        self.weight = nn.Parameter(torch.ones(2, 3, 1))
-        self.by = by
-
-    def _train(self, wanted):
-        if self.by == "list":
-            for parameter in self.parameters():
-                parameter.requires_grad = wanted
-        elif self.by == "module":
-            self.requires_grad_(wanted)
-        else:
-            assert self.weight.requires_grad_(wanted).requires_grad is wanted
-            self.layer.weight.requires_grad = wanted
-            assert self.layer.weight.requires_grad is wanted
-
-    def forward(self, x):
-        y = nn.functional.conv1d(self.layer(x), self.weight)
-        self._train(False)
-        z = nn.functional.conv1d(self.layer(x + y.mean()), self.weight)
-        self._train(True)
-        return y + z * nn.functional.conv1d(self.layer(x), self.weight)
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("by", ["list", "module", "name"])
-@pytest.mark.parametrize("wanted", [True, False])
-def test_weights_that_are_frozen_in_the_middle_of_a_forward(weights, by, wanted):
-    def work():
-        for grid in GRIDS[:2]:
-            sequential = network(lambda: _Frozen(by)).requires_grad_(wanted)
-            model = distdl.distribute(copy.deepcopy(sequential), partition(grid), weights=weights, fallback="error")
-            for step in range(2):
-                x, target = batch(step)
-                for one in (model, sequential):
-                    one.zero_grad()
-                    one.requires_grad_(wanted)
-                    (one(x) - target).square().mean().backward()
-                assert_same_state(model, sequential)
-
-    run(work)
-
-
-class _Named(nn.Module):
-    """Its forward asks what is a parameter, and gives its parameters other names."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv1d(3, 2, 3, padding=1)
-        self.gain = nn.Parameter(torch.ones(2, 1))
-        self.frozen = nn.Parameter(torch.ones(2, 1), requires_grad=False)
-
-    def forward(self, x):
-        asked = (self.gain, self.frozen, self.get_parameter("conv.weight"), self.gain * 1, self.gain.detach(), x)
-        assert [isinstance(one, nn.Parameter) for one in asked] == [True] * 3 + [False] * 3
-        with pytest.raises(TypeError, match="cannot assign"):
-            self.gain = self.gain * 2
-        self.other = self.gain
-        weight, self.conv.weight = self.conv.weight, nn.Parameter(self.conv.weight.detach() * 2)
-        y = self.conv(x)
-        self.conv.weight = weight
-        return (self.conv(x) + y.detach()) * self.other + self.gain * self.frozen
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-def test_what_a_forward_reads_in_the_place_of_a_parameter_is_a_parameter(weights):
-    def work():
-        sequential = network(_Named)
-        model = distdl.distribute(copy.deepcopy(sequential), partition((2, 1, 2)), weights=weights, fallback="error")
-        for step in range(2):
-            x, target = batch(step)
-            for one in (model, sequential):
-                (one(x) - target).square().mean().backward()
-            assert_same_state(model, sequential)
-            assert model.other is model.gain
-
-    run(work)
-
-
-class _Inner(nn.Module):
-    """Its forward trains a copy of a weight, and makes a parameter of one the first time."""
-
-    def __init__(self, by):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 3))
-        self.by = by
-
-    def _trained(self, x):
-        weight = self.weight.detach().clone()
-        fast = nn.Parameter(weight) if self.by == "parameter" else weight.requires_grad_()
-        assert fast.is_leaf and fast.requires_grad and isinstance(fast, nn.Parameter) is (self.by == "parameter")
-        optimiser = torch.optim.SGD([fast], 0.1, momentum=0.9)
-        for _ in range(2):
-            loss = (fast @ x.detach() - 1).square().mean() + 0.1 * fast.square().sum()
-            if self.by == "optimiser":
-                optimiser.zero_grad()
-                loss.backward()
-                optimiser.step()
-            elif self.by == "grad":
-                fast.data -= 0.1 * torch.autograd.grad(loss, fast)[0]
-            else:
-                loss.backward()
-                with torch.no_grad():
-                    fast.sub_(fast.grad, alpha=0.1)
-                fast.grad = None
-        return fast.detach()
-
-    def forward(self, x):
-        if not hasattr(self, "other"):
-            self.other = nn.Parameter(self.weight.detach() * 2)
-            self.frozen = nn.Parameter(self.weight.detach() * 3, requires_grad=False)
-        return (self.weight + self.other) @ x + (self.frozen * self._trained(x)) @ x
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("by", ["optimiser", "grad", "backward", "parameter"])
-def test_leaves_that_a_forward_makes_of_weights_are_variables(weights, by):
-    def work():
-        for grid in GRIDS:
-            sequential = network(lambda: _Inner(by))
-            model = distdl.distribute(copy.deepcopy(sequential), partition(grid), weights=weights, fallback="error")
-            for step in range(3):
-                x, target = batch(step)
-                for one in (model, sequential):
-                    one.zero_grad()
-                    (one(x) - target).square().mean().backward()
-                    torch.optim.SGD(one.parameters(), 0.1).step()
-                assert_same_state(model, sequential)
-
-    run(work)
-
-
 @pytest.mark.parametrize("by", ["module", "function", "nested"])
 def test_activation_checkpointing(by):
     def work():
@@ -268,36 +130,6 @@ def test_activation_checkpointing(by):
                     loss = loss + (one(x) - target).square().mean()
                 loss.backward()
             assert_same_state(model, sequential)
-
-    run(work)
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("by", ["part", "nested", "mixed", "plain"])
-def test_checkpoints_outside_of_the_forward(by, weights):
-    """What a checkpoint recomputes reads the weights as it has read them, also where forwards have gone before."""
-
-    def parts(model, x):
-        again = functools.partial(checkpoint, use_reentrant=False)
-        if by == "part":
-            return again(lambda x: model.body(x) * model.weight, x)
-        if by == "nested":
-            return again(lambda x: again(model.body, x).sin() * model.weight, x)
-        if by == "mixed":
-            return again(lambda x: model.body(model(x).sum(1, keepdim=True) * x), x)
-        return model.body(x) * again(lambda one: one * model.weight.sin(), noise(6, 1))
-
-    def work():
-        sequential = network(lambda: Checkpointed("module"))
-        twin = copy.deepcopy(sequential)
-        model = distdl.distribute(twin, partition((2, 1, 2)), fallback="error", weights=weights)
-        for one in (model, sequential):
-            for step in range(2):
-                x, target = batch(step)
-                x = distdl.distribute_tensor(x, partition((2, 1, 2))) if one is model else x
-                loss = (one(x) - target).square().mean() + parts(one, x).square().mean()
-                loss.backward()
-        assert_same_state(model, sequential)
 
     run(work)
 
@@ -452,82 +284,6 @@ def test_gradient_scaling():
     run(work)
 
 
-@pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.every_case)])
-def test_replicas_stay_the_same_for_many_steps(steps):
-    def work():
-        model = distdl.distribute(network(lambda: nn.Conv1d(2, 2, 3, padding=1)), partition((1, 1, 2)))
-        optimiser = torch.optim.SGD(model.parameters(), 0.003, momentum=0.9)
-        x = noise(1, 2, 5)
-        first = last = None
-        for _ in range(steps):
-            optimiser.zero_grad()
-            loss = (model(x) - 1).square().sum()
-            loss.backward()
-            optimiser.step()
-            last = loss
-            first = loss if first is None else first
-        assert float(last) < 0.5 * float(first)
-        assert_identical(model)
-
-    run(work, 3)
-
-
-def test_all_workers_get_the_weights_and_buffers_of_the_first():
-    def work():
-        me = distdl.world().rank
-        model = network(seed=me)
-        model.norm.running_mean += me
-        if me == 0:
-            model.tied.bias.data = model.tied.bias.data.flip(0)  # (also not contiguous)
-        distdl.distribute(model, partition((3, 1)))
-        assert_identical(model)
-        expected = network(seed=0)
-        assert torch.equal(model.first.weight, expected.first.weight) and model.norm.running_mean.sum() == 0
-        assert torch.equal(model.tied.bias, expected.tied.bias.flip(0))
-
-    run(work)
-
-
-def _layers(kind, other):
-    conv = nn.Conv1d(2, 3, 1)
-    if kind == "shape":
-        return nn.Sequential(conv, nn.Conv1d(3, 2 + other, 1))
-    if kind == "dtype":
-        return nn.Sequential(conv, nn.Conv1d(3, 2, 1, dtype=torch.float64 if other else None))
-    if kind == "class":
-        return nn.Sequential(conv, nn.Tanh() if other else nn.ReLU())
-    if kind == "option":
-        return nn.Sequential(conv, nn.Dropout(0.3 if other else 0.5))
-    return nn.Sequential(conv, nn.ReLU()) if other and kind == "fewer" else nn.Sequential(conv, nn.ReLU(), nn.ReLU())
-
-
-DIFFERENT = {
-    "shape": "on worker 0 1.weight is 2x3x1 of torch.float32, and on worker 2 1.weight is 3x3x1 of torch.float32",
-    "dtype": "1.weight is 2x3x1 of torch.float32, and on worker 2 1.weight is 2x3x1 of torch.float64",
-    "class": r"on worker 0 1 is ReLU\(\), and on worker 2 1 is Tanh\(\)",
-    "option": r"on worker 0 1 is Dropout\(p=0.5, inplace=False\), and on worker 2 1 is Dropout\(p=0.3",
-    "fewer": r"on worker 0 2 is ReLU\(\), and on worker 2 nothing more",
-    "partition": "on worker 0 the partition is 3x1 on workers 0..2, and on worker 2 the partition is 3x1 on workers 2",
-    "weights": "on worker 0 weights='replicated', and on worker 2 weights='sharded'",
-    "fallback": "on worker 0 fallback is not 'error', and on worker 2 fallback is 'error'",
-}
-
-
-@pytest.mark.parametrize("kind", DIFFERENT)
-def test_workers_with_different_models_or_options(kind):
-    def work():
-        other = distdl.world().rank == 2
-        P = distdl.world()[:3].reshape(3, 1)
-        if kind == "partition" and other:
-            P = distdl.world()[2::-1].reshape(3, 1)
-        weights = "sharded" if kind == "weights" and other else "replicated"
-        with pytest.raises(ValueError, match=DIFFERENT[kind]):
-            fallback = "error" if kind == "fallback" and other else "silent"
-            distdl.distribute(_layers(kind, other), P, weights=weights, fallback=fallback)
-
-    run(work)
-
-
 def test_lazy_modules_are_refused():
     def work():
         with pytest.raises(ValueError, match="parameters have their shapes; weight gets it in a forward"):
@@ -618,87 +374,3 @@ def test_a_distributed_model_is_copied_whatever_its_forward_has_as_defaults():
         assert copied(torch.ones(6, 3)).shape == (6, 2)
 
     distdl.run_workers(work, 2, "threads")
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
-def test_a_gradient_that_is_made_of_activations(make, options, weights):
-    """It is a global tensor, also where the parameter is a plain one; a backward adds to it."""
-    sequential = nn.Linear(5, 3).double()
-
-    def steps(model, x):
-        optimiser = make(model.parameters(), 0.1, **options)
-        for _ in range(2):
-            with torch.no_grad():
-                model.bias.grad = model(x).sum(0)
-            optimiser.step()
-            model(x).square().sum().backward()
-        return list(model.state_dict().values()), [one.grad for one in model.parameters()]
-
-    state, gradients = steps(copy.deepcopy(sequential), noise(4, 5))
-
-    def work():
-        P = distdl.world()[:2].reshape(2, 1)
-        model, x = (
-            distdl.distribute(copy.deepcopy(sequential), P, weights=weights),
-            distdl.distribute_tensor(noise(4, 5), P),
-        )
-        if make is torch.optim.Adam and options == {"foreach": True} and weights == "replicated":
-            with pytest.raises(TypeError, match="_foreach_lerp_ would write a global tensor into a plain one"):
-                steps(model, x)
-            return
-        ours, theirs = steps(model, x)
-        for one, other in zip([*ours, *theirs], [*state, *gradients], strict=True):
-            assert_close(one, other)
-
-    distdl.run_workers(work, 3)
-
-
-def test_the_scaler_of_a_program_in_double_precision():
-    def work():
-        P = distdl.world().reshape(2, 1)
-        model = distdl.distribute(nn.Linear(3, 2), P)
-        scaler, optimiser = distdl.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(model.parameters(), 0.1)
-        scaler.scale(model(distdl.distribute_tensor(torch.ones(4, 3), P)).sum()).backward()
-        scaler.step(optimiser)
-        scaler.update()
-        return scaler.get_scale()
-
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert distdl.run_workers(work, 2, "threads") == [8.0, 8.0]
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-class _Flat(nn.Module):
-    """Layers whose weights are parts of one parameter, which each forward gives them."""
-
-    def __init__(self):
-        super().__init__()
-        self.flat = nn.Parameter(noise(22))
-        self.layers = nn.ModuleList([nn.Conv1d(3, 2, 3, padding=1), nn.Linear(1, 2)])
-        for layer in self.layers:
-            del layer.weight, layer.bias
-
-    def forward(self, x):
-        conv, linear = self.layers
-        conv.weight, conv.bias = self.flat[:18].view(2, 3, 3), self.flat[18:20]
-        linear.weight, linear.bias = self.flat[20:, None], self.flat[:2]
-        return conv(x) + linear(x[:, :1, :1])[..., :1] + linear(x[..., :1].mean(1, keepdim=True)).mean()
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-def test_layers_whose_weights_each_forward_gives_them(weights):
-    def work():
-        sequential = network(_Flat)
-        model = distdl.distribute(copy.deepcopy(sequential), partition((2, 1, 2)), weights=weights)
-        for step in range(2):
-            x, target = batch(step)
-            for one in (model, sequential):
-                one.zero_grad()
-                (one(x) - target).square().mean().backward()
-            assert_same_state(model, sequential)
-
-    run(work)

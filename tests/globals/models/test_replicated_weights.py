@@ -1,10 +1,12 @@
 """Parameters that every worker has whole, and what stands in their places in a forward."""
 
+import copy
 from copy import deepcopy
 
 import pytest
 import torch
 from launched import assert_close, on_workers, split
+from nets import GRIDS, assert_identical, assert_same_state, batch, network, partition, run
 from same import noise
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -370,3 +372,214 @@ def test_data_that_a_second_forward_sets_is_not_read_by_the_graph_of_the_first()
             assert_close(ours, theirs)
 
     distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_parameters_of_a_distributed_model_are_not_swapped(weights):
+    """torch swaps no tensor to which something refers, as a distributed model does."""
+
+    def work():
+        model = distdl.distribute(network(lambda: nn.Linear(4, 3)), partition((2, 1)), weights=weights)
+        parameters, x = list(model.parameters()), distdl.distribute_tensor(noise(5, 4), partition((2, 1)))
+        y = model(x).full_tensor()
+        with pytest.raises(RuntimeError, match="Couldn't swap Linear"):
+            model.float()
+        assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+        torch.testing.assert_close(model(x).full_tensor(), y)
+        with pytest.raises(RuntimeError, match='While swapping the parameter named "weight"'):
+            model.load_state_dict(model.state_dict())
+
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        distdl.run_workers(work, 3)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+class _Frozen(nn.Module):
+    """A layer, and a weight of the model's own, that are frozen for a while in the middle of each forward."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.layer = nn.Conv1d(3, 3, 3, padding=1)
+        self.weight = nn.Parameter(torch.ones(2, 3, 1))
+        self.by = by
+
+    def _train(self, wanted):
+        if self.by == "list":
+            for parameter in self.parameters():
+                parameter.requires_grad = wanted
+        elif self.by == "module":
+            self.requires_grad_(wanted)
+        else:
+            assert self.weight.requires_grad_(wanted).requires_grad is wanted
+            self.layer.weight.requires_grad = wanted
+            assert self.layer.weight.requires_grad is wanted
+
+    def forward(self, x):
+        y = nn.functional.conv1d(self.layer(x), self.weight)
+        self._train(False)
+        z = nn.functional.conv1d(self.layer(x + y.mean()), self.weight)
+        self._train(True)
+        return y + z * nn.functional.conv1d(self.layer(x), self.weight)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("by", ["list", "module", "name"])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_weights_that_are_frozen_in_the_middle_of_a_forward(weights, by, wanted):
+    def work():
+        for grid in GRIDS[:2]:
+            sequential = network(lambda: _Frozen(by)).requires_grad_(wanted)
+            model = distdl.distribute(copy.deepcopy(sequential), partition(grid), weights=weights, fallback="error")
+            for step in range(2):
+                x, target = batch(step)
+                for one in (model, sequential):
+                    one.zero_grad()
+                    one.requires_grad_(wanted)
+                    (one(x) - target).square().mean().backward()
+                assert_same_state(model, sequential)
+
+    run(work)
+
+
+class _Named(nn.Module):
+    """Its forward asks what is a parameter, and gives its parameters other names."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(3, 2, 3, padding=1)
+        self.gain = nn.Parameter(torch.ones(2, 1))
+        self.frozen = nn.Parameter(torch.ones(2, 1), requires_grad=False)
+
+    def forward(self, x):
+        asked = (self.gain, self.frozen, self.get_parameter("conv.weight"), self.gain * 1, self.gain.detach(), x)
+        assert [isinstance(one, nn.Parameter) for one in asked] == [True] * 3 + [False] * 3
+        with pytest.raises(TypeError, match="cannot assign"):
+            self.gain = self.gain * 2
+        self.other = self.gain
+        weight, self.conv.weight = self.conv.weight, nn.Parameter(self.conv.weight.detach() * 2)
+        y = self.conv(x)
+        self.conv.weight = weight
+        return (self.conv(x) + y.detach()) * self.other + self.gain * self.frozen
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_what_a_forward_reads_in_the_place_of_a_parameter_is_a_parameter(weights):
+    def work():
+        sequential = network(_Named)
+        model = distdl.distribute(copy.deepcopy(sequential), partition((2, 1, 2)), weights=weights, fallback="error")
+        for step in range(2):
+            x, target = batch(step)
+            for one in (model, sequential):
+                (one(x) - target).square().mean().backward()
+            assert_same_state(model, sequential)
+            assert model.other is model.gain
+
+    run(work)
+
+
+class _Inner(nn.Module):
+    """Its forward trains a copy of a weight, and makes a parameter of one the first time."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+        self.by = by
+
+    def _trained(self, x):
+        weight = self.weight.detach().clone()
+        fast = nn.Parameter(weight) if self.by == "parameter" else weight.requires_grad_()
+        assert fast.is_leaf and fast.requires_grad and isinstance(fast, nn.Parameter) is (self.by == "parameter")
+        optimiser = torch.optim.SGD([fast], 0.1, momentum=0.9)
+        for _ in range(2):
+            loss = (fast @ x.detach() - 1).square().mean() + 0.1 * fast.square().sum()
+            if self.by == "optimiser":
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+            elif self.by == "grad":
+                fast.data -= 0.1 * torch.autograd.grad(loss, fast)[0]
+            else:
+                loss.backward()
+                with torch.no_grad():
+                    fast.sub_(fast.grad, alpha=0.1)
+                fast.grad = None
+        return fast.detach()
+
+    def forward(self, x):
+        if not hasattr(self, "other"):
+            self.other = nn.Parameter(self.weight.detach() * 2)
+            self.frozen = nn.Parameter(self.weight.detach() * 3, requires_grad=False)
+        return (self.weight + self.other) @ x + (self.frozen * self._trained(x)) @ x
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("by", ["optimiser", "grad", "backward", "parameter"])
+def test_leaves_that_a_forward_makes_of_weights_are_variables(weights, by):
+    def work():
+        for grid in GRIDS:
+            sequential = network(lambda: _Inner(by))
+            model = distdl.distribute(copy.deepcopy(sequential), partition(grid), weights=weights, fallback="error")
+            for step in range(3):
+                x, target = batch(step)
+                for one in (model, sequential):
+                    one.zero_grad()
+                    (one(x) - target).square().mean().backward()
+                    torch.optim.SGD(one.parameters(), 0.1).step()
+                assert_same_state(model, sequential)
+
+    run(work)
+
+
+@pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.every_case)])
+def test_replicas_stay_the_same_for_many_steps(steps):
+    def work():
+        model = distdl.distribute(network(lambda: nn.Conv1d(2, 2, 3, padding=1)), partition((1, 1, 2)))
+        optimiser = torch.optim.SGD(model.parameters(), 0.003, momentum=0.9)
+        x = noise(1, 2, 5)
+        first = last = None
+        for _ in range(steps):
+            optimiser.zero_grad()
+            loss = (model(x) - 1).square().sum()
+            loss.backward()
+            optimiser.step()
+            last = loss
+            first = loss if first is None else first
+        assert float(last) < 0.5 * float(first)
+        assert_identical(model)
+
+    run(work, 3)
+
+
+class _Flat(nn.Module):
+    """Layers whose weights are parts of one parameter, which each forward gives them."""
+
+    def __init__(self):
+        super().__init__()
+        self.flat = nn.Parameter(noise(22))
+        self.layers = nn.ModuleList([nn.Conv1d(3, 2, 3, padding=1), nn.Linear(1, 2)])
+        for layer in self.layers:
+            del layer.weight, layer.bias
+
+    def forward(self, x):
+        conv, linear = self.layers
+        conv.weight, conv.bias = self.flat[:18].view(2, 3, 3), self.flat[18:20]
+        linear.weight, linear.bias = self.flat[20:, None], self.flat[:2]
+        return conv(x) + linear(x[:, :1, :1])[..., :1] + linear(x[..., :1].mean(1, keepdim=True)).mean()
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_layers_whose_weights_each_forward_gives_them(weights):
+    def work():
+        sequential = network(_Flat)
+        model = distdl.distribute(copy.deepcopy(sequential), partition((2, 1, 2)), weights=weights)
+        for step in range(2):
+            x, target = batch(step)
+            for one in (model, sequential):
+                one.zero_grad()
+                (one(x) - target).square().mean().backward()
+            assert_same_state(model, sequential)
+
+    run(work)

@@ -13,7 +13,8 @@ from distdl.nn import DistributedConv2d
 from distdl.partition import Layout
 from distdl.testing import Counting, assert_adjoint, assert_matches_sequential
 
-x35, square = noise(3, 5), noise(2, 2)
+x35 = noise(3, 5)
+square = noise(2, 2)
 
 
 def grid(*extents, first=0):
@@ -235,46 +236,6 @@ def test_a_mask_lies_with_the_image_that_it_labels():
     distdl.run_workers(work, 5)
 
 
-@on_workers
-def test_values_come_to_every_worker():
-    x, total = split(x35), split(x35).sum()
-    value = float(x35.sum())
-    for found in (total.item(), float(total), total.tolist(), total.numpy().item(), float(f"{total:.12f}")):
-        assert found == pytest.approx(value, abs=1e-11)
-    assert bool(total > 0) == (value > 0) and int(total * 100) == int(value * 100)
-    assert x.tolist() == x35.tolist()
-    assert "GlobalTensor(" in repr(total) and f"{value:.4f}" in repr(total)
-    held = {0: "worker 0 holds [0:2, 0:5]", 1: "worker 1 holds [2:3, 0:5]", 2: "worker 2 holds nothing"}
-    assert "shape=(3, 5), dtype=torch.float64, over 2x1" in repr(x) and held[me()] in repr(x)
-    for wrong in (x.item, lambda: bool(x), lambda: float(x)):
-        with pytest.raises((RuntimeError, ValueError, TypeError)):
-            wrong()
-
-
-@pytest.mark.fault("threads")
-def test_a_value_for_which_one_worker_asks_is_an_error_that_says_so():
-    def work():
-        total = split(x35).sum()
-        if me() == 0:
-            print(total)
-        split(x35).sum(1).sum()
-        distdl.world().allgather_data(0)
-
-    with pytest.raises(distdl.CommunicationError, match="for which every worker has to ask"):
-        distdl.run_workers(work, 3)
-
-
-@on_workers
-def test_a_global_tensor_is_no_value_to_send():
-    """Asking it for its memory would be messages, which the workers that send no value do not make."""
-    P, x = distdl.world(), split(x35)
-    for value in (x, x.sum(), {"a": [x[:0]]}):
-        for send in (P.broadcast_data, P.allgather_data, P.allreduce_data):
-            with pytest.raises(ValueError, match=r"^worker 0: .*(a GlobalTensor, which wraps|reached a global tensor)"):
-                send(value if me() == 0 else 0)
-    assert P.allgather_data(me()) == [0, 1, 2]
-
-
 def quantised(x):
     return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8)
 
@@ -375,115 +336,6 @@ def test_layouts_with_empty_boxes():
     P = distdl.world().reshape(3, 1)
     for intervals in (((0, 0), (0, 3), (3, 3)), ((0, 3), (3, 3), (3, 3)), ((0, 1), (1, 1), (1, 3))):
         assert_close(split(x35).redistribute(rows(P, *intervals)).cos(), x35.cos())
-
-
-OF_TWO_WORLDS = {
-    "a sum": lambda x, y: x + y,
-    "a product": lambda x, y: x @ y.T,
-    "a list": lambda x, y: torch.cat([x, y]),
-    "an argument by name": lambda x, y: torch.nn.functional.mse_loss(x, target=y),
-    "a write": lambda x, y: x.copy_(y),
-    "an index": lambda x, y: x[y[:, 0] > 0],
-    "a function of blocks": lambda x, y: distdl.local_map(torch.add)(x, y),
-    "a gradient": lambda x, y: (leaf_of(x) * 2).backward(y),
-    "a gradient by grad": lambda x, y: torch.autograd.grad([leaf_of(x) * 2], [leaf_of(x)], [y]),
-    "a sum of lists": lambda x, y: torch._foreach_add_([x], [y]),
-    "a hook": lambda x, y: hooked(leaf_of(x), lambda dx: y).square().sum().backward(),
-    "a function with a derivative": lambda x, y: Derived.apply(leaf_of(x), y).sum().backward(),
-}
-
-
-def leaf_of(x):
-    return x.detach().requires_grad_()
-
-
-def hooked(x, hook):
-    x.register_hook(hook)
-    return x
-
-
-class Derived(torch.autograd.Function):
-    """Gives for a derivative what it was told to."""
-
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.y = y
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return ctx.y, None
-
-
-@pytest.mark.parametrize("what", OF_TWO_WORLDS)
-@on_workers
-def test_tensors_of_two_worlds(what):
-    """The same numbers are other workers there. What does each by itself takes tensors of several."""
-    P = distdl.world().create_partition_inclusive([0, 1]).reshape(2, 1)
-    x, y = split(x35), distdl.distribute_tensor(x35, another(P))
-    with pytest.raises(ValueError, match="needs tensors of one world; got some of worlds of 3 and of 3 workers"):
-        OF_TWO_WORLDS[what](x, y)
-    torch._foreach_add_([x, y], 1)
-    x.requires_grad_(), y.requires_grad_()
-    torch.autograd.backward([(x * x).sum(), (y * y).sum()])
-    assert_close(x.grad, 2 * (x35 + 1))
-    assert_close(y.grad, 2 * (x35 + 1))
-
-
-class Nested(torch.nn.Module):
-    """Gives its own weight to another model."""
-
-    def __init__(self, other):
-        super().__init__()
-        self.own, self.others = torch.nn.Linear(5, 5, dtype=torch.float64), [other]
-
-    def forward(self, x):
-        return x @ self.others[0](self.own.weight)
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@on_workers
-def test_weights_of_two_worlds(weights):
-    P = distdl.world().create_partition_inclusive([0, 1]).reshape(2, 1)
-    inner = distdl.distribute(torch.nn.Linear(5, 5, dtype=torch.float64), another(P), weights)
-    outer = distdl.distribute(Nested(inner), P, weights)
-    with pytest.raises(ValueError, match="linear needs tensors of one world; got some of worlds of 3 and of 3 workers"):
-        outer(split(x35))
-
-
-@on_workers
-def test_shares_of_two_worlds():
-    """Their gradients would add up over the workers of one, beside inputs that are split over those of the other."""
-    P = distdl.world().create_partition_inclusive([0, 1]).reshape(2, 1)
-
-    def layer():
-        return torch.nn.Linear(5, 5, dtype=torch.float64)
-
-    theirs, ours = distdl.distribute(layer(), another(P), "sharded"), distdl.distribute(layer(), P, "sharded")
-    refused = pytest.raises(ValueError, match="needs tensors of one world; got some of worlds of 3 and of 3 workers")
-    with refused:
-        torch.func.functional_call(ours, dict(theirs.named_parameters()), (split(x35),))
-    with refused, torch.no_grad():
-        torch.func.functional_call(ours, {"bias": theirs.bias}, (split(x35),))
-    tied = layer()
-    tied.weight = theirs.weight
-    with refused:
-        distdl.distribute(tied, P, "sharded")
-    ours.weight = theirs.weight
-    with refused:
-        ours(split(x35))
-
-
-@pytest.mark.parametrize(("first", "second"), [("replicated", "sharded"), ("sharded", "replicated")])
-@on_workers
-def test_a_weight_whole_in_one_world_and_in_shares_in_another(first, second):
-    P = distdl.world().create_partition_inclusive([0, 1]).reshape(2, 1)
-    one, other = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
-    other.weight = one.weight
-    distdl.distribute(one, another(P), first)
-    with pytest.raises(ValueError, match="weight is a parameter of another distributed model, too"):
-        distdl.distribute(other, P, second)
-    assert type(one.weight) is (GlobalTensor if first == "sharded" else torch.nn.Parameter)
 
 
 SPLIT_OTHERWISE = {

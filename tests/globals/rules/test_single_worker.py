@@ -11,6 +11,7 @@ from same import Global, assert_same, noise
 from torch.utils.checkpoint import checkpoint
 
 import distdl
+from distdl import GlobalTensor
 
 square = noise(4, 4)
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no op for global tensors")
@@ -130,3 +131,18 @@ def test_what_is_written_in_place():
     with pytest.raises(RuntimeError, match="leaf Variable"):
         x.renorm_(2, 0, 0.1)
     assert_close(x, square)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@on_workers
+def test_second_derivatives_of_what_runs_on_one_worker():
+    """All workers go through the same exchanges, also those that do not compute it."""
+
+    def second(x):
+        x, w = x.requires_grad_(), torch.ones(4, dtype=x.dtype, requires_grad=True)
+        dx, dw = torch.autograd.grad(torch.linalg.pinv(x * w).sum(), [x, w], create_graph=True)
+        ((dx * dx).sum() + (dw * dw).sum()).backward()
+        return x.grad, w.grad
+
+    for one, alone in zip(second(split(noise(4, 4, 4))), second(noise(4, 4, 4)), strict=True):
+        torch.testing.assert_close(one.full_tensor() if isinstance(one, GlobalTensor) else one, alone)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from launched import Calling, assert_close, on_workers, split
 from same import noise
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl import GlobalTensor
+from distdl import GlobalTensor, nn
 from distdl.globals.tensor.block import Block
 
 x35 = noise(3, 5)
@@ -245,3 +246,105 @@ def test_a_block_as_an_argument_of_local_map_is_refused_outside_of_a_forward(kep
     with pytest.raises(RuntimeError, match=r"follows from a block of this worker, as x.to_local\(\) gives it"):
         distdl.local_map(lambda one, other: one * other)(x, block)
     assert_close(distdl.local_map(lambda one, other: one + 0 * other.sum())(x, block.detach()), x35)
+
+
+x = noise(4, 3, 7, 5)
+
+
+def grid(*extents):
+    P = distdl.world().create_partition_inclusive(range(torch.Size(extents).numel()))
+    return P.create_cartesian_topology_partition(extents)
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, w):
+        ctx.save_for_backward(h, w)
+        return h * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        h, w = ctx.saved_tensors
+        return (dy * w).sum_to_size(h.shape), (dy * h).sum_to_size(w.shape)
+
+
+@torch.library.custom_op("distdl_tests::times", mutates_args=())
+def times(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return h * w
+
+
+times.register_autograd(Times.backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+MIXED = {  # in a forward of a model, of a global tensor of one dim
+    "a block and a weight": (lambda m, x, P: x.to_local() * m.w[0], "mul got a block .* beside a weight"),
+    "without gradients": (lambda m, x, P: x.detach().to_local() ** 2 * m.w[0], "mul got a block .* beside a weight"),
+    "in no_grad": (lambda m, x, P: torch.no_grad()(lambda: x.to_local() * m.w[0])(), "mul got a block .* a weight"),
+    "a weight first": (lambda m, x, P: m.w[0] + x.to_local().sum(), "add got a block .* beside a weight"),
+    "a global tensor": (lambda m, x, P: x * x.to_local(), "mul got a block .* beside a global tensor"),
+    "in front of one": (lambda m, x, P: x.to_local().sum() + x.sum(), "add got a block .* beside a global tensor"),
+    "in a list": (lambda m, x, P: torch.cat([x, x.to_local()]), "cat got a block .* beside a global tensor"),
+    "a list of weights": (lambda m, x, P: torch.stack([m.w[0], x.to_local().sum()]), "stack got a block .* a weight"),
+    "an index": (lambda m, x, P: m.w[x.to_local().long() % 2], "getitem__ got a block .* beside a weight"),
+    "written": (lambda m, x, P: m.w.data.add_(x.to_local().sum()), "add_ got a block .* beside a weight"),
+    "written there": (lambda m, x, P: x.to_local().mul_(m.w[0]), "mul_ got a block .* beside a weight"),
+    "an item": (lambda m, x, P: (x * 1).__setitem__(0, x.to_local().sum()), "setitem__ got a block .* a global tensor"),
+    "a dtype": (lambda m, x, P: m.w.to(x.to_local()), "to got a block .* beside a weight"),
+    "a torch module": (
+        lambda m, x, P: F.linear(x.to_local()[None, :1], m.w[:1, None]),
+        "linear got a block .* a weight",
+    ),
+    "written into a table": (lambda m, x, P: torch.zeros(2).double().add_(x.to_local().sum()) * m.w[0], "mul got a bl"),
+    "an autograd function": (lambda m, x, P: Times.apply(x.to_local(), m.w[0]), "function Times got a block"),
+    "an operator": (lambda m, x, P: times(x.to_local(), m.w[0]), "got a block .* beside a weight"),
+    "of a constant": (lambda m, x, P: Times.apply(noise(1), x.to_local()[:0].sum()) * m.w[0], "mul got a block"),
+    "a layer": (lambda m, x, P: nn.DistributedDropout(P, 0.0)(x.to_local()) * m.w[0], "mul got a block .* a weight"),
+    "its own data": (lambda m, x, P: nn.Repartition(P, P)(noise(2).requires_grad_()) * m.w[0], "mul got a block"),
+    "a loss": (
+        lambda m, x, P: nn.DistributedMSELoss(P)(x.to_local(), x.to_local() * 0) * m.w[0].exp(),
+        "mul got a block .* beside a weight",
+    ),
+    "a loss beside a global one": (
+        lambda m, x, P: x.sum() + nn.DistributedMSELoss(P)(x.to_local(), x.to_local() * 0),
+        "add got a block .* beside a global tensor",
+    ),
+    "arguments of a loss": (
+        lambda m, x, P: nn.DistributedMSELoss(P)(x, x.to_local()),
+        "MSELoss got a block .* a global",
+    ),
+    "weights in a loss": (
+        lambda m, x, P: nn.DistributedMSELoss(P)(x.to_local(), m.w),
+        "MSELoss got a block .* a weight",
+    ),
+    "on worker 0": (lambda m, x, P: nn.Repartition(P, P[:1])(x.to_local()).sum() * m.w[0], "mul got a block"),
+    "whole on worker 0": (lambda m, x, P: x.full_tensor(on=0).square().sum() * m.w[0], "mul got a block .* a weight"),
+    "a sum": (
+        lambda m, x, P: nn.AllSumReduce(P, (0,))(x.to_local().sum().reshape(1)) * x,
+        "mul got a block .* a global",
+    ),
+    "a checkpoint": (
+        lambda m, x, P: checkpoint(torch.mul, x.to_local(), m.w[0], use_reentrant=False),
+        "mul got a block",
+    ),
+    "re-entry": (
+        lambda m, x, P: checkpoint(torch.mul, x.to_local(), m.w[0], use_reentrant=True),
+        "Function got a block",
+    ),
+    "known to re-entry": (
+        lambda m, x, P: checkpoint(lambda h: h * m.w[0], x.to_local(), use_reentrant=True),
+        "mul got a block",
+    ),
+}
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("active", [1, 2, 3])
+@pytest.mark.parametrize("name", MIXED)
+@on_workers
+def test_blocks_are_refused_beside_weights_and_global_tensors_in_a_forward(name, active, weights):
+    """Of a weight each worker has a part of the gradient there, and of a block its own. The error is that of all."""
+    use, text = MIXED[name]
+    P = grid(active)
+    model = distdl.distribute(Calling(lambda m, x: use(m, x, P)), P, weights=weights)
+    with pytest.raises(RuntimeError, match=text + ".*distdl.local_map"):
+        model(split(noise(6), active).requires_grad_())
