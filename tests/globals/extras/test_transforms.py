@@ -1,14 +1,12 @@
 """The transforms of torch.func of functions of global tensors, against torch's own of plain ones."""
 
 import copy
-import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
 from launched import assert_close, on_workers, split
 from same import Global, assert_raises_the_same, assert_same, noise
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.func import (
     functional_call,
     grad,
@@ -24,7 +22,8 @@ from torch.utils import _pytree as pytree
 
 import distdl
 
-x35, y35, row = noise(3, 5), noise(3, 5, seed=1), noise(5, seed=2)
+x35 = noise(3, 5)
+y35 = noise(3, 5, seed=1)
 w55 = noise(5, 5, seed=3)
 
 
@@ -76,30 +75,6 @@ def test_jacobians(function):
     assert_alike(function, Global(noise(3, 2)))
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, y: vmap(lambda a: curved(a[None]).sum())(x),
-        lambda x, y: vmap(torch.outer, out_dims=-1)(x, y),
-        lambda x, y: vmap(lambda a, b: {"one": a * b, "two": (a.cumsum(0), b.cos())}, in_dims=1, out_dims=1)(x, y),
-        lambda x, y: vmap(lambda a: (a * 2, w55[0]), out_dims=(0, None))(x),
-        lambda x, y: vmap(lambda a: (a * 2, 3, None), out_dims=(0, None, None))(x),
-        lambda x, y: vmap(vmap(lambda a, b: (a * b).sum(), (None, 0)), (0, None))(x, y),
-        lambda x, y: vmap(lambda a: (a * y).sum())(x),
-        lambda x, y: vmap(grad(lambda a: curved(a[None]).square().sum()))(x),
-        lambda x, y: vmap(lambda a, b: jvp(torch.sin, (a,), (b,)))(x, y),
-        lambda x, y: vmap(lambda a: a.square().sum(), chunk_size=2)(x),
-        lambda x, y: vmap(lambda a, *, scale: a * scale, randomness="different")(x, scale=y[0]),
-        lambda x, y: vmap(lambda a, b: (a @ w55) * b, (0, None))(x, row),
-        lambda x, y: vmap(lambda a, b: (a @ w55) * b)(x, noise(3, 5)),
-    ],
-)
-def test_samples(function):
-    assert_alike(function, Global(x35), Global(y35))
-    # (samples on all workers)
-    assert_alike(function, Global(x35), Global(y35, (3, 1)), grids=[(3, 1)], workers=3)
-
-
 def net():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
@@ -123,18 +98,6 @@ def test_a_network_with_derivatives_of_its_input_in_the_loss(known):
         return slopes.square().mean()
 
     assert_same(each, Global(x35), *[one.detach() for one in net().parameters()])
-
-
-def test_samples_on_their_workers_send_no_message():
-    def work():
-        root = distdl.world()
-        x = distdl.distribute_tensor(x35, root.reshape(3, 1))
-        with distdl.ledger() as book:
-            y = vmap(grad(lambda a: curved(a[None]).sum()))(x)
-        assert not book.entries
-        assert_close(y, vmap(grad(lambda a: curved(a[None]).sum()))(x35))
-
-    distdl.run_workers(work, 3)
 
 
 class Slopes(torch.nn.Module):
@@ -308,44 +271,11 @@ def test_what_is_differentiated_by_may_not_be_written():
             transform(lambda a: a.clone().mul_(2) * a, x)
 
 
-def test_vmap_of_no_samples():
-    for function in (torch.sin, lambda r: (r.sum(), {"places": r.argsort()}), lambda r: r.float().outer(r)):
-        assert_alike(vmap(function), Global(x35[:0]))
-        assert_alike(vmap(function, in_dims=1), Global(x35[:, :0]))
-
-
-@on_workers
-def test_random_numbers_of_samples():
-    x = split(torch.ones(4, 50))
-    for randomness, alike in (("same", True), ("different", False)):
-        masks = [vmap(torch.nn.functional.dropout, randomness=randomness)(x).full_tensor() for _ in range(2)]
-        assert torch.equal(masks[0][0], masks[0][3]) == alike
-        assert not torch.equal(masks[0], masks[1])
-        known = vmap(lambda w: torch.nn.functional.dropout(x * w), randomness=randomness)(torch.ones(3)).full_tensor()
-        assert torch.equal(known[0], known[2]) == alike
-
-
 @on_workers
 def test_what_is_refused():
     x = split(x35)
     with pytest.raises(RuntimeError, match="tangents of the shapes of the primals"):
         jvp(torch.sin, (x,), (x[:, :1],))
-
-
-class Masked(torch.nn.Module):
-    """A mask as language models make it, by vmap over places: a call for each of them would take for ever."""
-
-    def forward(self, x):
-        places = torch.arange(100)
-        with TransformGetItemToIndex():
-            return x * vmap(vmap(lambda i, j: x[i % 3, j % 3], (None, 0)), (0, None))(places, places)[:3, :5]
-
-
-@on_workers
-def test_places_of_a_mask_are_not_taken_one_by_one():
-    model = distdl.distribute(Masked(), distdl.world()[:2].reshape(2, 1))
-    with pytest.raises(RuntimeError, match=r"torch\.vmap and .* do not work here"):
-        model(split(x35))
 
 
 def test_transforms_of_layers_on_blocks():
@@ -385,20 +315,6 @@ def test_plain_tensors_stay_with_torch():
     grad(function)(x35), vmap(function)(x35), vjp(function, x35), vmap(grad(function))(x35)
     split(x35)
     assert seen and all(seen)
-
-
-def test_forward_mode_inside_of_vmap_on_threads():
-    """Of which torch has one level for all threads."""
-
-    def work():
-        for _ in range(20):
-            assert_close(jacfwd(curved)(x35), expected)
-            x = distdl.distribute_tensor(x35, distdl.world().reshape(3, 1))
-            assert_close(vmap(jacfwd(lambda a: a.sin().cumsum(0)))(x), of_each)
-            assert_close(distdl.local_map(lambda a: a @ jacfwd(torch.sin)(row))(x), x35 @ row.cos().diag())
-
-    expected, of_each = jacfwd(curved)(x35), vmap(jacfwd(lambda a: a.sin().cumsum(0)))(x35)
-    distdl.run_workers(work, 3)
 
 
 def test_transforms_under_debug(monkeypatch):
@@ -443,25 +359,3 @@ def test_what_a_function_writes_into_an_argument_has_no_graph_behind_the_transfo
         z = make(y35.clone())
         grad(lambda a, b, w: (b.add_(a * w) * a).sum())(x, z, factor)
         assert z.requires_grad
-
-
-@pytest.mark.parametrize("count", [200, 300])
-def test_many_samples_that_are_taken_one_by_one_are_told_once_for_each_line(count):
-    def work():
-        weight = w55.clone().requires_grad_()
-
-        def through(sample):
-            return (sample @ weight).sum()
-
-        for _ in range(2):
-            vmap(through)(split(noise(count, 5)))
-
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        distdl.run_workers(work, 2)
-    texts = [str(one.message) for one in told if "vmap" in str(one.message)]
-    if count == 200:
-        assert not texts
-    else:
-        assert len(texts) == 2 and all(one.filename == __file__ for one in told)  # (on each worker)
-        assert "vmap of through takes its samples one by one, in 300 calls" in texts[0]

@@ -49,3 +49,16 @@ def test_data_of_another_layout():
     part.data = split(x35 * 3)
     part.add_(1)
     assert_close(copy, x35.view(15))
+
+
+doubles = torch.linspace(0, 1, 8, dtype=torch.float64).reshape(2, 4)
+
+
+def test_dims_have_no_names():
+    def work():
+        x = distdl.distribute_tensor(doubles, distdl.world().reshape(1, 2))
+        with pytest.raises(AttributeError, match=r"Say dims by their numbers; x\.layout tells how each is split"):
+            x.names  # noqa: B018
+        assert hasattr(x, "names") == hasattr(doubles, "names")
+
+    distdl.run_workers(work, 2)

@@ -1,9 +1,12 @@
 """Values that Python asks for: numbers, arrays and assertions of global tensors."""
 
+import numpy as np
 import pytest
 import torch
 from launched import assert_close, on_workers, split
 from same import noise
+from torch import nn
+from torch.ao.quantization import FakeQuantize, FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
 
 import distdl
 from distdl import GlobalTensor
@@ -86,3 +89,81 @@ def test_a_global_tensor_is_no_value_to_send():
             with pytest.raises(ValueError, match=r"^worker 0: .*(a GlobalTensor, which wraps|reached a global tensor)"):
                 send(value if me() == 0 else 0)
     assert P.allgather_data(me()) == [0, 1, 2]
+
+
+doubles = torch.linspace(0, 1, 8, dtype=torch.float64).reshape(2, 4)
+
+
+@pytest.mark.parametrize("function", [lambda x: x.numpy(), np.asarray])
+def test_no_array_of_what_requires_a_gradient(function):
+    def work():
+        x = distdl.distribute_tensor(doubles, distdl.world()[:2].reshape(1, 2))
+        assert (function(x) == function(doubles)).all()
+        plain = doubles.clone().requires_grad_()
+        for ours, theirs in ((x.requires_grad_(), plain), (x * 2, plain * 2)):
+            with pytest.raises(RuntimeError) as expected:
+                function(theirs)
+            with pytest.raises(RuntimeError) as found:
+                function(ours)
+            assert str(found.value) == str(expected.value)
+            assert (ours.numpy(force=True) == theirs.numpy(force=True)).all()
+            assert (function(ours.detach()) == function(theirs.detach())).all()
+
+    distdl.run_workers(work, 3)
+
+
+x43 = noise(4, 3, 5).float()
+
+
+GRIDS = [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
+
+
+class Observing(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layer = nn.Conv1d(3, 3, 3, padding=1)
+        self.first, self.last = (kind(quant_min=0, quant_max=255, **options) for _ in range(2))
+        with torch.no_grad():
+            self.layer.weight.copy_(noise(3, 3, 3))
+            self.layer.bias.copy_(noise(3))
+
+    def forward(self, x):
+        return self.last(self.layer(self.first(x)))
+
+
+def _set(model, step):
+    if step == 2:
+        model.last.disable_observer()
+    elif step == 3:
+        model.first.disable_fake_quant()
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@on_workers
+def test_what_is_observed_is_the_same_on_every_worker():
+    for grid, weights in zip(GRIDS, ("replicated", "sharded", "replicated"), strict=True):
+        alone = Observing(FakeQuantize)
+        P = split(x43, *grid).layout.partition
+        model = distdl.distribute(Observing(FakeQuantize), P, weights=weights)
+        for step in range(4):
+            for one in (alone, model):
+                _set(one, step)
+            x = x43 * (step + 1)
+            ours, theirs = model(x), alone(x)
+            torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-5, atol=1e-5)
+            ours.square().sum().backward()
+            theirs.square().sum().backward()
+        for (path, one), other in zip(model.named_buffers(), alone.buffers(), strict=True):
+            assert one.shape == other.shape and torch.allclose(one, other, rtol=1e-6), path
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            found = one.grad.full_tensor() if weights == "sharded" else one.grad
+            torch.testing.assert_close(found, other.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@on_workers
+def test_what_observes_in_one_function_is_an_error():
+    model = Observing(FusedMovingAvgObsFakeQuantize, observer=MovingAverageMinMaxObserver)
+    x = split(x43)
+    with pytest.raises(NotImplementedError, match=r"torch\.ao\.quantization\.FakeQuantize"):
+        distdl.distribute(model, x.layout.partition)(x)

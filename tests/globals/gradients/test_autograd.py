@@ -9,6 +9,7 @@ import pytest
 import torch
 from launched import assert_close, on_workers, split
 from same import Global, assert_raises_the_same, assert_same, noise
+from torch.autograd import forward_ad
 
 import distdl
 from distdl import GlobalTensor
@@ -445,3 +446,30 @@ def test_a_later_hook_does_not_keep_the_tensor():
         del y
         assert itself() is None
     assert block() is None
+
+
+@pytest.mark.parametrize("call", [
+    lambda x, P: forward_ad.make_dual(x, torch.ones(6)),
+    lambda x, P: forward_ad.make_dual(torch.ones(6), x),
+    lambda x, P: forward_ad.unpack_dual(x),
+    lambda x, P: distdl.distribute_tensor(forward_ad.make_dual(torch.ones(6), torch.ones(6)), P),
+    lambda x, P: distdl.GlobalTensor.from_local(_dual_on(0, P), P),
+], ids=["make_dual", "tangent", "unpack_dual", "distribute_tensor", "from_local"])  # fmt: skip
+def test_tangents_of_global_tensors_are_one_error_and_what_it_names_works(call):
+    def main():
+        P = distdl.world()[:2].reshape(2)
+        x = distdl.distribute_tensor(torch.arange(6.0), P)
+        with pytest.raises((NotImplementedError, ValueError)) as error:
+            call(x, P)
+        y, tangent = torch.func.jvp(lambda x: x * x, (x,), (torch.ones(6),))
+        return str(error.value), y.tolist(), tangent.tolist()
+
+    with forward_ad.dual_level():
+        (text, y, tangent), *others = distdl.run_workers(main, 3)
+    assert "torch.func.jvp(function, (x,), (tangent,))" in text and others == [(text, y, tangent)] * 2
+    assert y == [0, 1, 4, 9, 16, 25] and tangent == [0, 2, 4, 6, 8, 10]
+
+
+def _dual_on(worker, P):
+    block = torch.ones(3)
+    return forward_ad.make_dual(block, torch.ones(3)) if P.rank == worker else block

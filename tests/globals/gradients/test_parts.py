@@ -192,31 +192,6 @@ def test_views_that_were_taken_before_a_weight_is_written_are_refused(forward, w
         distdl.distribute(Calling(forward), x.layout.partition, weights)(x)
 
 
-@pytest.mark.parametrize("ask", [lambda w: w.register_hook(lambda dw: dw.clamp(-0.5, 0.5)), lambda w: w.retain_grad()])
-@on_workers
-def test_hooks_of_what_is_computed_from_a_weight_are_refused(ask):
-    """They would see this worker's part of the gradient."""
-
-    def forward(m, x):
-        w = m.w * 1
-        ask(w)
-        return x * w
-
-    with pytest.raises(RuntimeError, match="of what is computed from weights of a distributed model would see this"):
-        distdl.distribute(Calling(forward), split(x35).layout.partition)(split(x35))
-
-
-@on_workers
-def test_a_gradient_edge_is_refused():
-    def forward(m, x):
-        w = m.w * 2
-        edge = torch.autograd.graph.get_gradient_edge(w)
-        return x * torch.autograd.grad((x * w).sum(), edge)[0]
-
-    with pytest.raises(TypeError, match="by a gradient edge would be a worker's block of it, or a part"):
-        distdl.distribute(Calling(forward), split(x35).layout.partition)(split(x35))
-
-
 @on_workers
 def test_gradients_by_weights_that_nobody_has_used_are_none():
     def forward(m, x):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from launched import assert_close, on_workers, split
 from same import noise
+from torch import nn
 from torch.nn import functional
 
 import distdl
@@ -99,3 +100,45 @@ def test_a_fallback_writes_what_has_a_gradient_into_what_has_none(write):
 
     theirs = outcome(x35.clone(), x35 + 1)
     distdl.run_workers(work, 3)
+
+
+x43 = noise(4, 3, 5).float()
+
+
+GRIDS = [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
+
+
+STEPS, POINTS = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([3, 0, 7], dtype=torch.int32)
+
+
+ROUNDED = {
+    "by a number": lambda x: torch.fake_quantize_per_tensor_affine(x, 0.3, 2, 0, 15),
+    "by a tensor": lambda x: torch.fake_quantize_per_tensor_affine(x, STEPS[:1], POINTS[:1], quant_min=0, quant_max=15),
+    "by a number of x": lambda x: torch.fake_quantize_per_tensor_affine(
+        x, x.detach().abs().amax() / 9, POINTS[0], 0, 15
+    ),
+    "by channel": lambda x: torch.fake_quantize_per_channel_affine(x, STEPS, POINTS, 1, 0, 15),
+    "an empty tensor": lambda x: torch.fake_quantize_per_tensor_affine(x[:0], 0.3, 2, 0, 15),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@on_workers
+@pytest.mark.parametrize("name", ROUNDED)
+def test_elements_are_rounded_as_torch_does(name):
+    theirs = x43.clone().requires_grad_()
+    expected = ROUNDED[name](theirs)
+    (expected * expected).sum().backward()
+    for grid in GRIDS:
+        x = split(x43, *grid).requires_grad_()
+        distdl.distribute(nn.Identity(), x.layout.partition)
+        y = ROUNDED[name](x)
+        (y * y).sum().backward()
+        assert torch.equal(y.full_tensor(), expected) and torch.equal(x.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@on_workers
+def test_a_point_out_of_range_is_an_error_on_every_worker():
+    with pytest.raises(RuntimeError, match=r"zero_point.* must be between"):
+        torch.fake_quantize_per_channel_affine(split(x43, 1, 3, 1), STEPS, POINTS, 1, 0, 5)

@@ -1,14 +1,17 @@
 """Weights as a forward has read them: they stay the weights, or are refused once these are written."""
 
 import copy
+import math
 
 import pytest
 import torch
 from nets import GRIDS, assert_close, assert_same_state, batch, network, partition, run, sharded
 from same import noise
 from torch import nn
+from torch.nn import functional as F
 
 import distdl
+import distdl.nn as dnn
 
 
 def _train(*models):
@@ -177,3 +180,122 @@ def test_a_cache_that_asks_whether_a_weight_was_written_is_renewed(weights):
         assert model.made == sequential.made
 
     run(work)
+
+
+class Using(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(12))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+def _indices(weight, count):
+    return (weight[:count].detach().abs() * 7).long() % 3
+
+
+def _set(x, weight):
+    y = x * 1
+    y[_indices(weight, 2)] = 0.0
+    return y * x
+
+
+FOLLOWING = {
+    "statistics": lambda x, w: F.batch_norm(x, w[:3].detach(), w[3:6].detach() ** 2, w[6:9], w[9:12]),
+    "statistics of instances": lambda x, w: F.instance_norm(
+        x, w[:3].detach(), w[3:6].detach() ** 2, w[6:9], w[9:12], use_input_stats=False
+    ),
+    "index": lambda x, w: x[_indices(w, 4)],
+    "index_select": lambda x, w: x.index_select(2, _indices(w, 4)),
+    "topk": lambda x, w: x.index_select(2, w[:11].topk(3).indices) * w[:3],
+    "index_put": lambda x, w: x.index_put((_indices(w, 2),), w[:11].detach()),
+    "index_add": lambda x, w: x.index_add(0, _indices(w, 2), x[:2]),
+    "repeat_interleave": lambda x, w: x.repeat_interleave(_indices(w, 4) + 1, 0),
+    "gather": lambda x, w: x.gather(2, _indices(w, 11).expand(4, 3, 11)),
+    "set": _set,
+    "mask": lambda x, w: x.masked_fill(w[:11].detach() > 0, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+@pytest.mark.parametrize("grid", [(1, 1, 2), (2, 1, 1), (1, 2, 1)])
+def test_gradients_of_what_stands_beside_indices_masks_and_statistics_of_weights(name, grid):
+    def work():
+        sequential = network(lambda: Using(FOLLOWING[name]))
+        model = distdl.distribute(copy.deepcopy(sequential), partition(grid), fallback="silent")
+        x = noise(4, 3, 11, seed=3)
+        ours = distdl.distribute_tensor(x, partition(grid)).requires_grad_()
+        found = torch.autograd.grad(model(ours).square().sum(), [ours, model.weight], allow_unused=True)
+        x.requires_grad_()
+        expected = torch.autograd.grad(sequential(x).square().sum(), [x, sequential.weight], allow_unused=True)
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None)
+            if other is not None:
+                assert_close(one, other, tolerance=1e-9)
+
+    run(work, math.prod(grid))
+
+
+class Twice(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(torch.sin(self.layer(x)) + 0.3 * x)
+
+
+def _differentiated(model, x):
+    """The gradients of x and of a model's parameters, and those of the square of the gradient of x."""
+    y = model(x.requires_grad_())
+    given = [x, *model.parameters()]
+    first = torch.autograd.grad((y * y.cos()).sum(), given, create_graph=True)
+    first[0].square().sum().backward()
+    return [*first, *(one.grad for one in given)]
+
+
+LAYERS = {
+    "convolution": lambda: nn.Conv1d(3, 3, 3, padding=1),
+    "circular convolution": lambda: nn.Conv1d(3, 3, 5, padding=2, padding_mode="circular"),
+    "transposed convolution": lambda: nn.ConvTranspose1d(3, 3, 3, padding=1),
+    "batch norm": lambda: nn.BatchNorm1d(3),
+    "group norm": lambda: nn.GroupNorm(1, 3),
+    "instance norm": lambda: nn.InstanceNorm1d(3, affine=True),
+    "layer norm": lambda: nn.LayerNorm(11),
+    "rms norm": lambda: nn.RMSNorm(11),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("grid", [(1, 1, 3), (2, 1, 2)])
+def test_a_layer_that_is_used_twice(layer, grid):
+    def work():
+        sequential = network(lambda: Twice(LAYERS[layer]()))
+        model = distdl.distribute(copy.deepcopy(sequential), partition(grid), fallback="error")
+        x, _ = batch(0)
+        ours = _differentiated(model, distdl.distribute_tensor(x, partition(grid)))
+        theirs = _differentiated(sequential, x)
+        assert len(ours) == len(theirs) >= 4
+        for one, other in zip(ours, theirs, strict=True):
+            assert_close(one, other, tolerance=1e-9)
+
+    run(work, math.prod(grid))
+
+
+def test_a_module_that_is_used_twice():
+    def work():
+        P = partition((1, 1, 3))
+        sequential = network(lambda: Twice(nn.Conv1d(3, 3, 3, padding=1)))
+        layer = dnn.DistributedConv1d(P, in_channels=3, out_channels=3, kernel_size=3, padding=1).double()
+        if P.rank == 0:
+            layer.load_state_dict(sequential.layer.state_dict())
+        x, _ = batch(0)
+        ours = _differentiated(Twice(layer), distdl.distribute_tensor(x, P))
+        theirs = _differentiated(sequential, x)
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            if place % 3 == 0 or P.rank == 0:  # (which has the weights)
+                assert_close(one, other, tolerance=1e-9)
+
+    run(work, 3)

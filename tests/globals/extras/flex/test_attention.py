@@ -5,34 +5,30 @@ import subprocess
 import sys
 import time
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
-from dense_flex import dense
-from launched import on_workers, split
+from dense_flex import attend, dense, k, mask, q, v
 from same import Global, assert_raises_the_same, assert_same, noise
+from torch import nn
 from torch.nn.attention import flex_attention as flex
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.testing import Counting
 from distdl.transport.recording import Recording
 
-# (torch warns once in a process; here a warning is an error)
-flex._WARNINGS_SHOWN.update(("flex_attention_performance", "deprecated_return_lse"))
-q, k, v = noise(2, 3, 5, 4), noise(2, 3, 7, 4, seed=1), noise(2, 3, 7, 6, seed=2)
 GRIDS = [(2, 1, 2, 1), (1, 3, 1, 1), (1, 1, 4, 1), (1, 1, 2, 2), (1, 2, 1, 2)]
 EMPTY = [(4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 5, 1)]  # (workers without cells; with 3 heads, and 5 workers)
-
-
-def attend(query, key, value, *args, **kwargs):
-    split = any(isinstance(one, distdl.GlobalTensor) for one in (query, key, value))
-    return (flex_attention if split else dense)(query, key, value, *args, **kwargs)
-
-
-def mask(function, batch=None, heads=None, queries=5, keys=7):
-    return create_block_mask(function, batch, heads, queries, keys, device="cpu", BLOCK_SIZE=2)
 
 
 MODS = {
@@ -68,93 +64,6 @@ def test_torch_as_it_is_called(monkeypatch):
         return flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s) + w[h, i, j], allowed, 0.3, return_lse=True)
 
     assert_same(function, Global(q), Global(k), Global(v), noise(3, 5, 7), grids=GRIDS[:2], tolerance=1e-11)
-
-
-CAPTURED = {
-    "bias": (noise(3, 5, 7), lambda s, w, b, h, i, j: s + w[h, i, j]),
-    "slopes": (noise(3), lambda s, w, b, h, i, j: s + w.exp()[h] * (j - i)),
-    "distances": (noise(9, 3), lambda s, w, b, h, i, j: s + w[(i - j).clamp(-4, 4) + 4, h]),
-    "documents": (noise(2, 7), lambda s, w, b, h, i, j: torch.where(w[b, i] > w[b, j], s, -torch.inf)),
-    "a number": (noise(1)[0], lambda s, w, b, h, i, j: s * w),
-}
-
-
-@pytest.mark.parametrize("case", CAPTURED)
-@pytest.mark.parametrize("split", [False, True])
-def test_what_functions_have_captured(case, split):
-    """A parameter, the same on every worker, or a tensor that is split: it has a gradient in any case."""
-    captured, mod = CAPTURED[case]
-    if case == "a number" and split:
-        captured = noise(4)
-        assert_same(
-            lambda q, k, v, w: (lambda number: attend(q, k, v, lambda s, *_: s * number))(w.mean()),
-            Global(q), Global(k), Global(v), Global(captured), grids=GRIDS,
-        )  # fmt: skip
-        return
-    assert_same(
-        lambda q, k, v, w: attend(q, k, v, lambda s, *places: mod(s, w, *places)),
-        Global(q), Global(k), Global(v), Global(captured) if split else captured, grids=GRIDS,
-    )  # fmt: skip
-
-
-def test_tables_that_are_indexed_twice():
-    """And modules that look up: of these, torch has no derivatives."""
-
-    def function(q, k, v, w):
-        if isinstance(q, distdl.GlobalTensor):
-            near = torch.nn.functional.embedding
-            return flex_attention(q, k, v, lambda s, b, h, i, j: s * w[b][h][i] + near(j % 2, w[0])[i])
-        scores = q @ k.mT / 2 * w[..., None] + w[0][torch.arange(7) % 2].mT
-        return scores.softmax(-1) @ v
-
-    for table in (noise(2, 3, 5), Global(noise(2, 3, 5))):
-        assert_same(function, Global(q), Global(k), Global(v), table, grids=GRIDS)
-
-
-@on_workers
-def test_what_functions_keep_of_a_global_tensor_for_another_time_is_refused():
-    """Its gradient would be added up twice."""
-    kept, w = [], split(noise(3)).requires_grad_()
-    x = split(noise(2, 3, 7, 4), 2, 1)
-
-    def mod(s, b, h, i, j):
-        kept.append(w.exp())
-        return s * kept[0][h]
-
-    flex_attention(x, x, x, score_mod=mod)
-    with pytest.raises(RuntimeError, match="gradient would be added up over the workers twice"):
-        flex_attention(x, x, x, score_mod=lambda s, b, h, i, j: s * kept[0][h])
-
-
-@on_workers
-def test_what_functions_keep_of_a_plain_tensor_for_another_time_has_its_gradient():
-    kept, w, values = [], noise(3).requires_grad_(), noise(2, 3, 7, 4)
-    x = split(values, 2, 1)
-
-    def mod(s, b, h, i, j):
-        kept.append(w.exp())
-        return s * kept[0][h]
-
-    first = flex_attention(x, x, x, score_mod=mod)
-    second = flex_attention(x, x, x, score_mod=lambda s, b, h, i, j: s * kept[0][h])
-    (first.square().sum() + second.sin().sum()).backward()
-    alone = w.detach().clone().requires_grad_()
-    y = (values @ values.mT / 2 * alone.exp()[:, None, None]).softmax(-1) @ values
-    (y.square().sum() + y.sin().sum()).backward()
-    torch.testing.assert_close(w.grad, alone.grad)
-
-
-@pytest.mark.parametrize("table", [noise(3), Global(noise(3))])
-def test_functions_that_read_without_gradients_first(table):
-    def function(q, k, v, w):
-        def mod(s, b, h, i, j):
-            with torch.no_grad():
-                largest = torch.stack(list(w)).abs().max()
-            return s * w[h] / largest
-
-        return attend(q, k, v, mod)
-
-    assert_same(function, Global(q), Global(k), Global(v), table, grids=GRIDS[:3])
 
 
 def test_second_derivatives():
@@ -297,62 +206,6 @@ def test_what_functions_of_scores_may_not_do():
     text = _refused(lambda x: flex_attention(x, x, x, lambda s, *_: s + x.full_tensor().sum()))
     assert "sends messages for each element" in text
     assert "control flow" in _refused(lambda x: flex_attention(x, x, x, lambda s, *_: s if s > 0 else -s))
-
-
-WRITES = {
-    "mul_": lambda w: w.mul_(2),
-    "add_": lambda w: w.select(0, 0).data.add_(1),
-    "_foreach_add_": lambda w: torch._foreach_add_([w], 1),
-    "add": lambda w: torch.add(w, 1, out=w),
-    "constant_": lambda w: torch.nn.init.constant_(w, 2.0),
-    "__set__": lambda w: setattr(w, "data", w.data + 1),
-}
-
-
-@pytest.mark.parametrize("name", WRITES)
-def test_functions_that_write_into_what_is_split(name):
-    """By any name. Each call has a copy of it."""
-    text = _refused(lambda x: flex_attention(x, x, x, lambda s, *_: (WRITES[name](x), s)[1]))
-    assert "write into no captured tensor" in text and f" {name} does" in text
-
-
-def test_functions_that_write_into_plain_tensors():
-    def count(x):
-        calls = torch.zeros(())
-        flex_attention(x, x, x, lambda s, *_: (torch._foreach_add_([calls], 1), s)[1])
-        assert calls == 1
-
-    def work():
-        with torch.inference_mode():
-            count(distdl.distribute_tensor(q, distdl.world().reshape(1, 1, 2, 1)))
-
-    distdl.run_workers(work, 2)
-
-
-def test_functions_that_know_tensors_of_another_world():
-    def work():
-        P = distdl.world()
-        other = distdl.Partition(Counting(P.comm)).create_partition_inclusive([0, 1]).reshape(2)
-        x, w = (distdl.distribute_tensor(one, grid) for one, grid in ((q, P.reshape(1, 1, 2, 1)), (noise(3), other)))
-        unequal = BlockMask.from_kv_blocks(
-            torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32),
-            BLOCK_SIZE=8, mask_mod=lambda b, h, i, j: w[h] > 0, seq_lengths=(5, 5),
-        )  # fmt: skip
-        for given in ((lambda s, b, h, i, j: s + w[h], None), (None, unequal)):
-            with pytest.raises(ValueError, match="needs tensors of one world; got some of worlds of 2 and of 2"):
-                flex_attention(x, x, x, *given)
-
-    distdl.run_workers(work, 2)
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize("number", [False, True])
-def test_functions_that_know_what_is_split_for_plain_queries(number):
-    def function(x):
-        w = x.mean((2, 3))
-        flex_attention(q, k, v, (lambda s, *_: s * w.sum()) if number else (lambda s, b, h, i, j: s + w[b, h]))
-
-    assert "distribute the query" in _refused(function)
 
 
 def test_errors_of_plain_arguments_in_a_world():
@@ -536,3 +389,148 @@ def test_workers_take_turns_where_torch_makes_a_mask(make, monkeypatch):
 
     distdl.run_workers(work, 3)
     assert len(most) >= 3 and max(most) == 1
+
+
+LENGTH, HEADS = 6, 2
+
+
+class Attention(nn.Module):
+    """Of (samples, positions, 8)."""
+
+    def __init__(self, kind: str, attend, groups: int = 1) -> None:
+        super().__init__()
+        self.kind, self.attend = kind, attend
+        self.query, self.value = nn.Linear(8, 8), nn.Linear(8, 16 // groups)
+        self.slopes = nn.Parameter(torch.linspace(0.5, 1, HEADS))
+        self.table = nn.Embedding(2 * LENGTH, HEADS)
+        self.register_buffer("documents", torch.arange(LENGTH) // 4)
+
+    def forward(self, x):
+        samples, queries, _ = x.shape
+        q = self.query(x).view(samples, queries, HEADS, -1).transpose(1, 2)
+        k, v = self.value(x).view(samples, queries, -1, 8 // HEADS).transpose(1, 2).chunk(2, 1)
+        mod, mask = self.functions(x)
+        if mask is not None:
+            mask = create_block_mask(mask, samples, None, queries, queries, device="cpu")
+        y = self.attend(q, k, v, mod, mask, enable_gqa=True)
+        return x + y.transpose(1, 2).reshape(x.shape)
+
+    def functions(self, x):
+        def causal(b, h, i, j):
+            return i >= j
+
+        if self.kind == "window":
+            return None, and_masks(causal, lambda b, h, i, j: i - j < 3)
+        if self.kind == "documents":
+            return None, and_masks(causal, lambda b, h, i, j: self.documents[i] == self.documents[j])
+        if self.kind == "activations":  # (a mask, and scores, that follow from what is split)
+            level = x.mean(-1)
+            return lambda s, b, h, i, j: s + level[b, j], lambda b, h, i, j: (level[b, i] > level[b, j]) | (i == j)
+        if self.kind == "slopes":
+            return lambda s, b, h, i, j: s + self.slopes[h].exp() * (j - i), causal
+        if self.kind == "table":
+            return lambda s, b, h, i, j: s + self.table.weight[i - j + LENGTH, h], None
+        if self.kind == "lookup":
+            return lambda s, b, h, i, j: s + self.table(i - j + LENGTH)[h], None
+        return lambda s, *_: 2 * torch.tanh(s / 2), None
+
+
+class Network(nn.Module):
+    def __init__(self, kind: str, attend, again=None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(kind, attend), Attention(kind, attend, 2)])
+        self.again = again
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) if self.again is None else checkpoint(layer, x, use_reentrant=self.again)
+        return x
+
+
+KINDS = ["cap", "window", "documents", "activations", "slopes", "table", "lookup"]
+
+
+def _check(kind, weights, grid, again=None):
+    torch.manual_seed(0)
+    # (torch differentiates no module there; it is the same table)
+    plain = Network("table" if kind == "lookup" else kind, dense).double()
+    network = Network(kind, flex_attention, again).double()
+    network.load_state_dict(plain.state_dict())
+    x = noise(2, LENGTH, 8)
+    expected = plain(x)
+    expected.cos().sum().backward()
+
+    def work():
+        P = distdl.world()[: torch.Size(grid).numel()].reshape(grid)
+        model = distdl.distribute(deepcopy(network), P, weights=weights, fallback="error")
+        for _ in range(2):
+            model.zero_grad()
+            y = model(distdl.distribute_tensor(x, P).requires_grad_())
+            y.cos().sum().backward()
+            torch.testing.assert_close(y.full_tensor(), expected, rtol=1e-10, atol=1e-12)
+            for name, theirs in plain.named_parameters():
+                ours = model.get_parameter(name).grad
+                ours = ours.full_tensor() if isinstance(ours, distdl.GlobalTensor) else ours
+                assert theirs.grad is None or torch.allclose(ours, theirs.grad, rtol=1e-10, atol=1e-12), name
+
+    distdl.run_workers(work, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights, grid", [("replicated", (2, 1, 2)), ("sharded", (1, 3, 1))])
+def test_models(kind, weights, grid):
+    _check(kind, weights, grid)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_checkpoints(weights, again):
+    for kind in ("lookup", "activations"):
+        _check(kind, weights, (1, 2, 1), again)
+
+
+def test_scores_of_weights_alone():
+    """Each worker computes them, and their gradients count once."""
+
+    class Latents(nn.Module):
+        def __init__(self, attend):
+            super().__init__()
+            self.attend = attend
+            self.queries, self.keys = nn.Parameter(noise(1, 2, 5, 4)), nn.Parameter(noise(1, 2, 6, 4, seed=1))
+
+        def forward(self, x):
+            level = x.mean((0, 1, 3))
+            y, sums = self.attend(
+                self.queries, self.keys, self.keys, lambda s, b, h, i, j: s + level[i], return_lse=True
+            )
+            return x * y + sums[..., None]
+
+    x = noise(2, 2, 5, 4)
+    plain = Latents(dense)
+    expected = plain(x)
+    expected.cos().sum().backward()
+
+    def work():
+        for weights in ("replicated", "sharded"):
+            P = distdl.world()[:2].reshape(1, 1, 2, 1)
+            model = distdl.distribute(Latents(flex_attention), P, weights=weights, fallback="error")
+            y = model(distdl.distribute_tensor(x, P))
+            y.cos().sum().backward()
+            assert torch.allclose(y.full_tensor(), expected, rtol=1e-12)
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                whole = ours.grad.full_tensor() if isinstance(ours.grad, distdl.GlobalTensor) else ours.grad
+                assert torch.allclose(whole, theirs.grad, rtol=1e-10)
+
+    distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("kind", ["window", "documents", "lookup"])
+def test_summary(kind):
+    """Without memory, also where masks and tables have some."""
+
+    def work():
+        P = distdl.world().reshape(1, 2, 1)
+        network = nn.Sequential(Attention(kind, flex_attention))
+        return str(distdl.summary(network, P, (2, LENGTH, 8), weights="sharded"))
+
+    assert "Attention" in distdl.run_workers(work, 2)[0]

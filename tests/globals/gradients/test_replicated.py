@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from launched import Calling, on_workers, split
 from nets import GRIDS, Net, assert_close, assert_same_state, batch, network, partition, run
 from same import noise
 from torch import nn
@@ -86,3 +87,31 @@ def test_a_module_without_inputs_that_are_global():
         assert_close(x.grad, 2 * layer.weight.sum(0).expand(4, 3))
 
     run(work)
+
+
+x35 = noise(3, 5)
+
+
+@pytest.mark.parametrize("ask", [lambda w: w.register_hook(lambda dw: dw.clamp(-0.5, 0.5)), lambda w: w.retain_grad()])
+@on_workers
+def test_hooks_of_what_is_computed_from_a_weight_are_refused(ask):
+    """They would see this worker's part of the gradient."""
+
+    def forward(m, x):
+        w = m.w * 1
+        ask(w)
+        return x * w
+
+    with pytest.raises(RuntimeError, match="of what is computed from weights of a distributed model would see this"):
+        distdl.distribute(Calling(forward), split(x35).layout.partition)(split(x35))
+
+
+@on_workers
+def test_a_gradient_edge_is_refused():
+    def forward(m, x):
+        w = m.w * 2
+        edge = torch.autograd.graph.get_gradient_edge(w)
+        return x * torch.autograd.grad((x * w).sum(), edge)[0]
+
+    with pytest.raises(TypeError, match="by a gradient edge would be a worker's block of it, or a part"):
+        distdl.distribute(Calling(forward), split(x35).layout.partition)(split(x35))
