@@ -155,6 +155,8 @@ def test_shares_take_another_dtype_where_they_are():
         assert_same_state(model.to(torch.float64), sequential.double())
         assert all(type(one) is distdl.GlobalTensor for one in model.parameters())
 
+    run(work)
+
 
 def test_gradients_take_another_dtype_along_with_their_shares():
     def work():

@@ -262,6 +262,8 @@ def test_nested_tensors_beside_global_ones(monkeypatch):
         with pytest.raises(TypeError, match="no worker can have a block"):
             torch.nested.nested_tensor_from_jagged(split(x35), torch.tensor([0, 1, 3]))
 
+    distdl.run_workers(work, 3)
+
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 def test_weights_that_became_different_are_named(monkeypatch, weights):
