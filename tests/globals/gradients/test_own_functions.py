@@ -3,7 +3,7 @@
 import pytest
 import torch
 from autograd_functions import Clipped, Product, Signs, Sines
-from launched import Calling, assert_close, on_workers, split
+from launched import Calling, on_workers, split
 from same import noise
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
@@ -138,35 +138,6 @@ def test_functions_that_make_global_tensors_of_plain_ones_are_refused(call, weig
     model = distdl.distribute(Calling(lambda model, x: model.inner(x) * model.w), P, weights=weights, fallback="error")
     with pytest.raises(RuntimeError, match=r"takes plain tensors and gives global ones, .* take use_reentrant=False"):
         call(model, x35.clone().requires_grad_())
-
-
-class _Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        return 2 * x * dy
-
-
-class _Own(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
-
-    def forward(self, x):
-        return _Square.apply(x * self.w) + x
-
-
-@on_workers
-def test_an_autograd_function_in_a_model_has_its_gradient():
-    model, alone = distdl.distribute(_Own(), split(x35).layout.partition), _Own()
-    model(x35).sum().backward()
-    alone(x35).sum().backward()
-    assert_close(model.w.grad, alone.w.grad)
 
 
 class _Double(torch.autograd.Function):

@@ -10,23 +10,12 @@ from launched import assert_close, on_workers, split
 from nets import Checkpointed, assert_same_state, batch, network, partition, run
 from same import Global, assert_same, noise
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import distdl
 from distdl import GlobalTensor
 
 x35 = noise(3, 5)
-
-
-@on_workers
-def test_a_recomputed_forward_is_intercepted_in_backward():
-    x = split(x35).requires_grad_()
-    y = torch.utils.checkpoint.checkpoint(lambda a: F.gelu(a).sum(0).exp(), x, use_reentrant=False)
-    y.sum().backward()
-    plain = x35.clone().requires_grad_()
-    F.gelu(plain).sum(0).exp().sum().backward()
-    assert_close(x.grad, plain.grad)
 
 
 class Places(nn.Module):
@@ -265,15 +254,6 @@ def test_a_selective_checkpoint_of_a_model_and_its_loss(kept, weights):
 row = noise(5, seed=2)
 
 
-class _Scale(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.factor = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
-
-    def forward(self, x):
-        return x * self.factor
-
-
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
 @on_workers
 def test_checkpoints(grid):
@@ -332,24 +312,6 @@ def test_the_end_of_a_checkpoint_behind_a_movement_that_has_no_gradient(name):
         return checkpoint(measured, x, use_reentrant=False).sin()
 
     assert_same(function, Global(noise(4, 5)), grids=[(2, 1), (1, 4), (4, 1)])
-
-
-@on_workers
-def test_a_checkpoint_in_a_model():
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = _Scale(), _Scale()
-
-        def forward(self, x):
-            return self.second(checkpoint(lambda y: self.first(y).exp(), x, use_reentrant=False))
-
-    ours, theirs = Model(), Model()
-    distdl.distribute(ours, split(x35).layout.partition)
-    for model in (ours, theirs):
-        model(x35).pow(2).sum().backward()
-    for mine, own in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert_close(mine.grad, own.grad)
 
 
 @on_workers

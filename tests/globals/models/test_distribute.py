@@ -26,8 +26,13 @@ from nets import (
 )
 from same import noise
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import distdl
+
+
+def distributed(model, grid, weights):
+    return distdl.distribute(copy.deepcopy(model), partition(grid), weights=weights, fallback="error")
 
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
@@ -90,10 +95,11 @@ def test_several_forwards_before_one_backward():
     run(work)
 
 
-def test_a_backward_may_run_twice_and_be_differentiated():
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_a_backward_may_run_twice_and_be_differentiated(weights):
     def work():
         sequential = network()
-        model = distdl.distribute(copy.deepcopy(sequential), partition((3, 1, 1)), fallback="error")
+        model = distributed(sequential, (3, 1, 1), weights)
         for one in (model, sequential):
             backward_thrice(one)
         assert_same_state(model, sequential)
@@ -101,11 +107,12 @@ def test_a_backward_may_run_twice_and_be_differentiated():
     run(work)
 
 
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("by", ["inside", "list", "result", "outside", "alone", "gradient", "twice"])
-def test_losses_of_parameters(by):
+def test_losses_of_parameters(by, weights):
     def work():
         sequential = network(lambda: Regularised(by))
-        model = distdl.distribute(copy.deepcopy(sequential), partition((2, 1, 2)), fallback="error")
+        model = distributed(sequential, (2, 1, 2), weights)
         x, target = batch(0)
         target = distdl.distribute_tensor(target, partition((2, 1, 2)))
         losses = []
@@ -117,17 +124,19 @@ def test_losses_of_parameters(by):
     run(work)
 
 
-@pytest.mark.parametrize("by", ["module", "function", "nested"])
-def test_activation_checkpointing(by):
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("by", ["module", "function", "nested", "whole"])
+def test_activation_checkpointing(by, weights):
     def work():
         for grid in GRIDS:
             sequential = network(lambda: Checkpointed(by))
-            model = distdl.distribute(copy.deepcopy(sequential), partition(grid), fallback="error")
+            model = distributed(sequential, grid, weights)
             for one in (model, sequential):
                 loss = 0.0
                 for step in range(2):
                     x, target = batch(step)
-                    loss = loss + (one(x) - target).square().mean()
+                    y = checkpoint(one, x, use_reentrant=False) if by == "whole" else one(x)
+                    loss = loss + (y - target).square().mean()
                 loss.backward()
             assert_same_state(model, sequential)
 
@@ -239,29 +248,36 @@ def test_what_a_forward_takes_is_known_and_is_what_it_gets():
     run(work)
 
 
-def test_checkpoints_are_those_of_the_sequential_model():
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_a_state_dict_is_that_of_the_sequential_model(weights):
+    """Of the model, of a module in it, and of a copy, which is a model by itself."""
+
     def work():
         saved = network(seed=1).state_dict()
-        model = distdl.distribute(network(), partition((3, 1)), fallback="error")
+        model = distributed(network(), (3, 1), weights)
         model.load_state_dict(saved)
         sequential = network()
         sequential.load_state_dict(model.state_dict())
         assert_same_state(model, sequential)
-        twin = copy.deepcopy(model)  # a model by itself
+        part = model.inner.state_dict()
+        assert all(torch.equal(part[name], value) for name, value in sequential.inner.state_dict().items())
+        twin = copy.deepcopy(model)
         x, target = batch(0)
         for one in (twin, sequential):
             (one(x) - target).square().mean().backward()
         assert_same_state(twin, sequential)
-        assert model.first.weight.grad is None
-        assert twin.first.weight.data_ptr() != model.first.weight.data_ptr()
+        assert model.first.weight.grad is None and isinstance(twin.first.weight, nn.Parameter)
+        if weights == "replicated":
+            assert twin.first.weight.data_ptr() != model.first.weight.data_ptr()
 
     run(work)
 
 
-def test_gradient_scaling():
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_gradient_scaling(weights):
     def work():
         sequential = network()
-        model = distdl.distribute(copy.deepcopy(sequential), partition((2, 1, 2)), fallback="error")
+        model = distributed(sequential, (2, 1, 2), weights)
         for one in (model, sequential):
             optimiser = OPTIMISERS["sgd"](one.parameters())
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -272,8 +288,9 @@ def test_gradient_scaling():
                 if step == 1:
                     loss = loss * float("inf")  # this step is left out
                 scaler.scale(loss).backward()
-                scaler.unscale_(optimiser)
-                nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+                if step < 3:
+                    scaler.unscale_(optimiser)
+                    nn.utils.clip_grad_norm_(one.parameters(), 1.0)
                 scaler.step(optimiser)
                 scaler.update()
             one.scale_at_last = scaler.get_scale()

@@ -13,30 +13,6 @@ import distdl
 from distdl.transport import Communicator
 
 
-def test_gradient_scaling():
-    def work():
-        sequential = network()
-        model = sharded(sequential, (2, 1, 2))
-        for one in (model, sequential):
-            optimiser = OPTIMISERS["sgd"](one.parameters())
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-            for step in range(4):
-                x, target = batch(step)
-                optimiser.zero_grad()
-                loss = (one(x) - target).square().mean()
-                if step == 1:
-                    loss = loss * float("inf")
-                scaler.scale(loss).backward()
-                scaler.step(optimiser)
-                scaler.update()
-            one.scale_at_last = scaler.get_scale()
-        assert model.scale_at_last == sequential.scale_at_last
-        for (name, p), q in zip(model.named_parameters(), sequential.parameters(), strict=True):
-            assert_close(p, q, name)
-
-    run(work)
-
-
 class Some(Communicator):
     """Some of the workers, as a world of their own."""
 

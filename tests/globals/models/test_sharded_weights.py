@@ -8,13 +8,9 @@ import torch
 from nets import (
     GRIDS,
     OPTIMISERS,
-    Checkpointed,
-    Regularised,
     assert_close,
     assert_same_state,
     assert_trains_alike,
-    backward_of_parameters,
-    backward_thrice,
     batch,
     network,
     partition,
@@ -24,7 +20,6 @@ from nets import (
 from same import noise
 from torch import nn
 from torch.nn.utils import prune
-from torch.utils.checkpoint import checkpoint
 
 import distdl
 
@@ -63,48 +58,6 @@ def test_a_weight_that_is_read_first_without_a_graph_gets_its_gradient():
         torch.testing.assert_close(model.w.grad.full_tensor(), sequential.w.grad, rtol=1e-12, atol=1e-12)
 
     distdl.run_workers(work, 3)
-
-
-@pytest.mark.parametrize("by", ["module", "function", "nested", "whole"])
-def test_activation_checkpointing(by):
-    def work():
-        for grid in GRIDS:
-            sequential = network(lambda: Checkpointed(by))
-            model = sharded(sequential, grid)
-            for one in (model, sequential):
-                loss = 0.0
-                for step in range(2):
-                    x, target = batch(step)
-                    y = checkpoint(one, x, use_reentrant=False) if by == "whole" else one(x)
-                    loss = loss + (y - target).square().mean()
-                loss.backward()
-            assert_same_state(model, sequential)
-
-    run(work)
-
-
-@pytest.mark.parametrize("by", ["inside", "list", "result", "outside", "alone", "twice"])
-def test_losses_of_parameters(by):
-    def work():
-        sequential = network(lambda: Regularised(by))
-        model = sharded(sequential, (2, 1, 2))
-        x, target = batch(0)
-        for one in (model, sequential):
-            backward_of_parameters(one, by, x, target)
-        assert_same_state(model, sequential)
-
-    run(work)
-
-
-def test_a_backward_may_run_twice_and_be_differentiated():
-    def work():
-        sequential = network()
-        model = sharded(sequential, (3, 1, 1))
-        for one in (model, sequential):
-            backward_thrice(one)
-        assert_same_state(model, sequential)
-
-    run(work)
 
 
 def test_weights_that_are_computed():

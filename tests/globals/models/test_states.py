@@ -5,27 +5,6 @@ import copy
 import pytest
 import torch
 from nets import GRIDS, assert_close, assert_same_state, batch, network, run, sharded
-from torch import nn
-
-
-def test_checkpoints_are_those_of_the_sequential_model():
-    def work():
-        saved = network(seed=1).state_dict()
-        model = sharded(network(), (3, 1))
-        model.load_state_dict(saved)
-        sequential = network()
-        sequential.load_state_dict(model.state_dict())
-        assert_same_state(model, sequential)
-        part = model.inner.state_dict()
-        assert all(torch.equal(part[name], value) for name, value in sequential.inner.state_dict().items())
-        twin = copy.deepcopy(model)
-        x, target = batch(0)
-        for one in (twin, sequential):
-            (one(x) - target).square().mean().backward()
-        assert_same_state(twin, sequential)
-        assert model.first.weight.grad is None and isinstance(twin.first.weight, nn.Parameter)
-
-    run(work)
 
 
 def test_what_is_written_into_a_state_dict_reaches_the_parameters():

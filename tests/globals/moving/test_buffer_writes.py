@@ -15,27 +15,6 @@ import distdl
 x35 = noise(3, 5)
 
 
-class _Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        return 2 * x * dy
-
-
-class _Own(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
-
-    def forward(self, x):
-        return _Square.apply(x * self.w) + x
-
-
 class _Written(torch.nn.Module):
     """Parameters and buffers that a forward writes, in the ways in which people write them."""
 
@@ -158,7 +137,11 @@ def test_operators_in_place_assign_the_parameter_itself():
 @pytest.mark.parametrize("plain", [False, True])
 @on_workers
 def test_a_parameter_whose_data_is_set_in_a_forward_has_them(plain):
-    class Set(_Own):
+    class Set(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
+
         def forward(self, x):
             self.w.data = noise(5, seed=8) if plain else x.mean(0)
             return x * self.w

@@ -53,5 +53,7 @@ def all_wrappers():
 
 
 def test_wrappers_refuse_shares_and_change_nothing_of_replicas():
-    """(They average gradients, which are the same on all workers.)"""
+    """They average gradients, which are the same on all workers."""
+    import torch.distributed.fsdp  # noqa: F401 (once, in front of the fork)
+
     assert forked(all_wrappers, 2) == [True, True]
