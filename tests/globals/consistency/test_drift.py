@@ -13,7 +13,7 @@ from torch import nn
 
 import distdl
 from distdl.globals.consistency.comparing import Look
-from distdl.globals.models import replicated_weights
+from distdl.globals.models import buckets
 
 
 def _net():
@@ -150,7 +150,7 @@ def _input(model, rank):
 @pytest.mark.parametrize("differs", ["weights", "input"])
 def test_a_model_whose_first_layers_have_no_gradients(differs, monkeypatch):
     """Several messages, of which the first has none to send."""
-    monkeypatch.setattr(replicated_weights, "_BUCKET", 64)
+    monkeypatch.setattr(buckets, "BUCKET", 64)
 
     class Net(nn.Module):
         def __init__(self):
@@ -320,7 +320,7 @@ class _Far(torch.Tensor):
 @pytest.mark.parametrize("make", [lambda: nn.Linear(3, 2), _net], ids=["without buffers", "with buffers"])
 @pytest.mark.parametrize("later", [False, True], ids=["", "bits are read with the next"])  # (as those of a GPU are)
 def test_a_model_that_was_trained_is_freed(later, make, bucket, weights, monkeypatch):
-    monkeypatch.setattr(replicated_weights, "_BUCKET", bucket)
+    monkeypatch.setattr(buckets, "BUCKET", bucket)
     if later:
         settle = Look.settle
         monkeypatch.setattr(Look, "settle", lambda self, sums: settle(self, sums.as_subclass(_Far)))

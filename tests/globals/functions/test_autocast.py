@@ -137,7 +137,7 @@ def test_every_function_of_a_gpus_list_is_known():
     (chosen,) = [one for one in lists if one.startswith("FP32_SET_OPT_DTYPE(")]
     names = set(re.findall(r"\b_\((\w+)", wide + chosen)) - {"_"}
     assert len(names) > 50
-    known = {*autocast._WIDE["cuda"].split()}
+    known = {*autocast._IN_FLOAT32["cuda"].split()}
     native = {
         name_of(function) for function in TABLE if callable(function)
     }  # (one worker computes the others by torch)

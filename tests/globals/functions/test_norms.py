@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.globals.functions.norms import _Merged, _Part
+from distdl.globals.functions.norms import _BlockNorm, _NormOfNorms
 
 # over 4 workers along dim 0 the last block is empty; along dim 1, whole blocks are zero, and of dim 0, whole columns
 x = noise(3, 7)
@@ -85,8 +85,8 @@ def test_inside_a_checkpoint():
 @pytest.mark.parametrize("p", [0.5, 2.0, 3.0])
 def test_both_ways_to_differentiate_agree(p):
     def whole(first, second):
-        parts = [_Part.apply(one, p, (1,), None) for one in (first, second)]
-        return _Merged.apply(torch.cat(parts, 1), p, (1,), None)
+        parts = [_BlockNorm.apply(one, p, (1,), None) for one in (first, second)]
+        return _NormOfNorms.apply(torch.cat(parts, 1), p, (1,), None)
 
     blocks = [noise(3, 2).requires_grad_(), noise(3, 4).requires_grad_()]
     assert gradcheck(whole, blocks, check_forward_ad=True)

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import distdl
+from distdl.tensors.draws import Draws
 
 x43 = noise(4, 3, 5, 7)
 DRAWS = {
@@ -110,7 +111,7 @@ def test_a_checkpoint_draws_the_same_again():
         return checkpoint(inner, b * b, use_reentrant=False) + F.dropout(a, 0.2)
 
     def run(wrapped):
-        distdl.globals.layouts.context.Context.of(distdl.world().comm).draws.__init__()
+        distdl.globals.layouts.context.Context.of(distdl.world().comm).own(Draws).__init__()
         x = split(x43).requires_grad_()
         y = wrapped(x) * wrapped(x + 1)
         (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
@@ -138,7 +139,7 @@ def test_another_seed_draws_anew():
     draws = []
     for seed in (1, 2):
         x = split(x43)
-        x._context.draws.seed = seed
+        x._context.own(Draws).seed = seed
         draws.append(torch.rand_like(x).full_tensor())
     assert not torch.equal(*draws)
 

@@ -102,7 +102,7 @@ def test_hooks_of_what_is_computed_from_a_weight_are_refused(ask):
         ask(w)
         return x * w
 
-    with pytest.raises(RuntimeError, match="of what is computed from weights of a distributed model would see this"):
+    with pytest.raises(RuntimeError, match="of a tensor computed from weights of a distributed model would see this"):
         distdl.distribute(Calling(forward), split(x35).layout.partition)(split(x35))
 
 
@@ -113,5 +113,5 @@ def test_a_gradient_edge_is_refused():
         edge = torch.autograd.graph.get_gradient_edge(w)
         return x * torch.autograd.grad((x * w).sum(), edge)[0]
 
-    with pytest.raises(TypeError, match="by a gradient edge would be a worker's block of it, or a part"):
+    with pytest.raises(TypeError, match="by a gradient edge would be a block of it, or what one worker adds"):
         distdl.distribute(Calling(forward), split(x35).layout.partition)(split(x35))

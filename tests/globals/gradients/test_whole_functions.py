@@ -463,7 +463,7 @@ def test_plain_tensors_that_are_written_by_another_name():
             assert_close(one, expected)
     other = torch.zeros(3, 5, dtype=torch.float64)
     known = other.view(5, 3)
-    with pytest.raises(RuntimeError, match=r"would write what a global tensor says into a plain tensor.* shares its"):
+    with pytest.raises(RuntimeError, match=r"would write values of a global tensor into a plain tensor.* shares its"):
         Assigned.apply(other, split(x35), ...)
     assert known.eq(0).all()
 

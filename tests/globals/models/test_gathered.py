@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl.globals.models import gathering
-from distdl.globals.models.gathered import Gathered, Keep
+from distdl.globals.models.gathered import Gathered
 from distdl.globals.models.gathering import Gathering
+from distdl.globals.models.saved_weights import SaveWeights
 
 x35 = noise(3, 5)
 
@@ -206,7 +207,7 @@ def test_other_memory_between_a_forward_and_its_backward_is_an_error_with_shares
 @pytest.fixture
 def apart(monkeypatch):
     """The weights of each module come by themselves."""
-    monkeypatch.setattr(gathering, "_ALONG", -1)
+    monkeypatch.setattr(gathering, "PREFETCHED", -1)
 
 
 @pytest.mark.usefixtures("apart")
@@ -319,7 +320,7 @@ def test_frozen_weights_go_as_soon_as_a_backward_has_read_them():
         P = distdl.world().reshape(2, 1)
         model = distdl.distribute(nn.Sequential(*(Adapted() for _ in range(5))).double(), P, weights="sharded")
         x = distdl.distribute_tensor(noise(4, 16), P)
-        held = model[0]._parameters.copies.keep.held
+        held = model[0]._parameters.weights.saving.held
         gathered: list[Gathered] = []
         for layer in model:
             layer.frozen.register_forward_hook(
@@ -327,7 +328,7 @@ def test_frozen_weights_go_as_soon_as_a_backward_has_read_them():
             )
 
         def whole() -> int:
-            return sum(one._wholes is not None for one in gathered)
+            return sum(one._values is not None for one in gathered)
 
         within: list[int] = []
         for place in (3, 1):  # (when the gradient of what goes into a layer is there)
@@ -443,14 +444,14 @@ def test_a_forward_that_writes_shares_in_inference_mode_is_an_error():
 
 def test_a_backward_keeps_no_list_of_all_that_came_along(monkeypatch):
     """Each module looks through it."""
-    monkeypatch.setattr(gathering, "_ALONG", 2 * 8 * (48 + 4))
-    counts, release = threading.local(), Keep._release
+    monkeypatch.setattr(gathering, "PREFETCHED", 2 * 8 * (48 + 4))
+    counts, release = threading.local(), SaveWeights._release
 
     def counted(self, backward, *number):
-        counts.__dict__.setdefault("each", []).append(len(self._again.get(backward, [])))
+        counts.__dict__.setdefault("each", []).append(len(self._present.get(backward, [])))
         release(self, backward, *number)
 
-    monkeypatch.setattr(Keep, "_release", counted)
+    monkeypatch.setattr(SaveWeights, "_release", counted)
 
     def work():
         ours = sharded(in_a_row(12), (1, 1, 2))

@@ -16,7 +16,7 @@ def weights_in(book):
 @pytest.fixture
 def apart(monkeypatch):
     """The weights of each module come by themselves."""
-    monkeypatch.setattr(gathering, "_ALONG", -1)
+    monkeypatch.setattr(gathering, "PREFETCHED", -1)
 
 
 @pytest.mark.usefixtures("apart")

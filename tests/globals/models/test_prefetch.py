@@ -30,13 +30,13 @@ def whole(monkeypatch):
         made.__dict__.setdefault("each", []).append(self)
 
     monkeypatch.setattr(Gathered, "__init__", noted)
-    return lambda: sum(one._wholes is not None or one.ready is not None for one in made.each)
+    return lambda: sum(one.is_present() for one in made.each)
 
 
 @pytest.mark.parametrize(("bytes_along", "together"), [(1 << 19, 1), (2 * 8 * (48 + 4), 2), (0, 6)])
 def test_weights_of_the_next_modules_come_along(monkeypatch, whole, bytes_along, together):
     """From the second forward on, which expects the order of the first. Their gradients go back together, too."""
-    monkeypatch.setattr(gathering, "_ALONG", bytes_along)
+    monkeypatch.setattr(gathering, "PREFETCHED", bytes_along)
 
     def messages(book):
         return sum(one.calls for one in weights_in(book))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.globals.models import replicated_weights
+from distdl.globals.models import buckets
 
 x35 = noise(3, 5)
 
@@ -325,7 +325,7 @@ def test_weights_that_are_masked_in_each_forward(style, weights):
     "before a checkpoint", "in a checkpoint",
 ])  # fmt: skip
 def test_weights_that_are_set_as_a_list_in_each_forward(style, weights, monkeypatch):
-    monkeypatch.setattr(replicated_weights, "_BUCKET", 200)  # (several buckets, of which some are read later)
+    monkeypatch.setattr(buckets, "BUCKET", 200)  # (several buckets, of which some are read later)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), Listed(style), nn.Tanh(), Listed(style)).double()
     _assert_steps_are_sequential(model, weights, writes="after a use" in style or style in WRITTEN_BY_NAME)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import distdl
 from distdl import GlobalTensor
-from distdl.globals.functions import pooling
+from distdl.globals.functions import interpolation
 from distdl.globals.layouts.context import Context
 from distdl.globals.rules.meta_checks import judged
 from distdl.globals.rules.work import checked
@@ -54,8 +54,8 @@ def test_sizes_that_are_compared_are_asked_about_once():
 @on_workers
 def test_torch_is_asked_once_about_pictures_of_all_sizes(monkeypatch):
     asked = []
-    judge = pooling.judge
-    monkeypatch.setattr(pooling, "judge", lambda *call: asked.append(call) or judge(*call))
+    judge = interpolation.judge
+    monkeypatch.setattr(interpolation, "judge", lambda *call: asked.append(call) or judge(*call))
     for n in range(4, 9):
         for mode in ("bilinear", "bicubic"):
             for given in ({"scale_factor": 2}, {"scale_factor": 1.5, "recompute_scale_factor": True}):

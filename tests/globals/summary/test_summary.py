@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.globals.models import replicated_weights
-from distdl.globals.summary.rehearsal import GRADIENTS, on_meta
-from distdl.globals.summary.summary import Summary
+from distdl.globals.models import buckets
+from distdl.globals.summary.rehearsal import on_meta
+from distdl.globals.summary.results import GRADIENTS, Summary
 from distdl.partition import Layout
 from distdl.testing import Silent
 from distdl.workers.footprint import Footprint
@@ -107,7 +107,7 @@ def test_messages_bytes_and_memory_are_those_of_a_real_run(grid, odd, weights):
 
 
 def test_messages_and_bytes_of_gradients_in_several_messages(monkeypatch):
-    monkeypatch.setattr(replicated_weights, "_BUCKET", 400)
+    monkeypatch.setattr(buckets, "BUCKET", 400)
     model = UNet(odd=False)
     for worker, real in enumerate(really(model, (1, 1, 2, 2), 5, "replicated")):
         told = told_of(model, (1, 1, 2, 2), 5, worker, weights="replicated").totals

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import distdl
 from distdl.backends.threaded.communicator import ThreadCommunicator
 from distdl.globals.layouts.context import Context
-from distdl.globals.models import replicated_weights
+from distdl.globals.models import buckets
 from distdl.globals.tensor import gradient_sums
 from distdl.transport.recording import Recording
 
@@ -36,7 +36,7 @@ WEIGHTS = "gradients of replicated tensors"
 @pytest.fixture(autouse=True)
 def small_messages(monkeypatch):
     """Gradients of some 50 numbers in each message."""
-    monkeypatch.setattr(replicated_weights, "_BUCKET", 400)
+    monkeypatch.setattr(buckets, "BUCKET", 400)
 
 
 def _events(model, x):
@@ -67,7 +67,7 @@ def test_messages_are_under_way_while_the_backward_goes_on(grid):
         layer = [("begins", "conv1d"), ("ends", "conv1d"), ("begins", WEIGHTS)]
         # (the first layer's input needs no gradient, so it moves no halos)
         assert backward == layer * 3 + [("begins", WEIGHTS)] + [("ends", WEIGHTS)] * 4
-        assert not Context.of(P.comm).under_way
+        assert not Context.of(P.comm).own(gradient_sums.UnderWay)
 
     run(work, math.prod(grid))
 
@@ -139,7 +139,7 @@ class _Reentrant(nn.Module):
 def test_a_backward_inside_a_backward():
     def work():
         _assert_steps_alike(_Reentrant)
-        assert not Context.of(partition((1,)).comm).under_way
+        assert not Context.of(partition((1,)).comm).own(gradient_sums.UnderWay)
 
     run(work)
 
