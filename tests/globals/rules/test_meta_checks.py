@@ -10,8 +10,8 @@ import distdl
 from distdl import GlobalTensor
 from distdl.globals.functions import interpolation
 from distdl.globals.layouts.context import Context
-from distdl.globals.rules.meta_checks import judged
-from distdl.globals.rules.work import checked
+from distdl.globals.rules.meta_checks import check_once
+from distdl.globals.rules.work import check_shapes
 
 
 def _asked(ask, sizes):
@@ -33,7 +33,7 @@ def _asked(ask, sizes):
 @on_workers
 def test_sizes_that_torch_does_not_look_at_are_asked_about_once():
     def ask(count, x):
-        judged(count, (x, 0.1), {}, x, (1,))
+        check_once(count, (x, 0.1), {}, x, (1,))
 
     assert _asked(ask, [(2, 4, 5), (3, 4, 7), (2, 4, 5), (2, 3, 5), (2, 4, 1), (7, 4, 1), (2, 4, 0), (2, 4, 2)]) == [
         True, False, False, True, True, False, True, False,
@@ -43,7 +43,7 @@ def test_sizes_that_torch_does_not_look_at_are_asked_about_once():
 @on_workers
 def test_sizes_that_are_compared_are_asked_about_once():
     def ask(count, x):
-        checked(count, [x, x.detach()[:2]], compares=True)
+        check_shapes(count, [x, x.detach()[:2]], compares=True)
 
     # (the second operand has two rows, which are as many as those of x, or others, or as its columns)
     assert _asked(ask, [(4, 5), (6, 7), (4, 5), (2, 5), (2, 9), (4, 2), (8, 2), (1, 5), (0, 5), (3, 3), (9, 9)]) == [

@@ -11,7 +11,7 @@ import torch
 
 from distdl import nn
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.moving.alignment import part_of
+from distdl.globals.moving.alignment import local_block
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.running import on_blocks
 from distdl.globals.tensor.table import METHODS
@@ -64,7 +64,7 @@ def call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
         None if not isinstance(one, torch.Tensor) else layout if one is first else _layout_for(module, one, layout)
         for one in args
     ]
-    blocks = [one if at is None else part_of(one, at, kind) for one, at in zip(args, places, strict=True)]
+    blocks = [one if at is None else local_block(one, at, kind) for one, at in zip(args, places, strict=True)]
     with on_blocks():
         y = call(*blocks, **kwargs)
     return _global_result(context, module, tuple(places), y)

@@ -14,7 +14,7 @@ from distdl.globals.consistency.checksums import checksum
 from distdl.globals.consistency.comparing import SAME, first_of
 from distdl.globals.layouts.context import Context
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.views.aliasing import writes_of
+from distdl.globals.views.aliasing import count_of_writes
 from distdl.nn.module import Module
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
@@ -69,7 +69,7 @@ def make_equal(
     call = "distribute" if only is None else _LATER
     context.comm.where = call
     # how often each was written, and its checksum
-    states = [None if one.is_meta else (writes_of(one), checksum(one)) for _, one in found]
+    states = [None if one.is_meta else (count_of_writes(one), checksum(one)) for _, one in found]
     described = crc32("\n".join(texts).encode())
     told = gather_values(context.comm, context.everyone, call, (described, states))
     if any(theirs != described for theirs, _ in told):

@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_leaves
 from distdl.globals.extras.mapping import torchs_flat_vmap
 from distdl.globals.extras.transforms import leads_beyond
 from distdl.globals.layouts.context import Context, other_world
-from distdl.globals.moving.alignment import moved_block
+from distdl.globals.moving.alignment import redistribute_block
 from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import composite, name_of
-from distdl.globals.views.writes import memory_of, watched
+from distdl.globals.views.writes import call_watched, storage_of
 from distdl.nn.module import COPIES
 from distdl.tensors.function import TransformError
 from distdl.tensors.levels import beneath, is_batched, mapping
@@ -64,7 +64,7 @@ class Captured(TorchFunctionMode):
     ) -> Any:
         given, named = map_tensors((args, kwargs or {}), self._replaced)
         called = _getitem if func is torch.Tensor.__getitem__ else func
-        y, is_written = watched(called, given, named, self._memories)
+        y, is_written = call_watched(called, given, named, self._memories)
         if is_written:
             raise RuntimeError(
                 f"{self._name} of global tensors needs functions of elements that write into no captured tensor that "
@@ -97,7 +97,7 @@ class Captured(TorchFunctionMode):
             plain = without_memory(plain)
         if is_captured or plain is not x:
             self._gathered[id(x)] = x, plain
-            self._memories.add(memory_of(plain))
+            self._memories.add(storage_of(plain))
         return plain
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ class Captured(TorchFunctionMode):
             owned = layout if layout.rulers else layout.lifted(1)
             everywhere = layout.context.everywhere(layout.extents or (1,))
             block = (block if self._trained else block.detach()).reshape(owned.local)
-            gathered = moved_block(block, owned, everywhere, self._name).view(layout.extents)
+            gathered = redistribute_block(block, owned, everywhere, self._name).view(layout.extents)
             node: Any = gathered.grad_fn
             if node is not None:  # the function may keep a result for another call, where it must not enter again
                 node.metadata[COPIES] = True

@@ -13,7 +13,7 @@ from distdl.globals.functions.slicing import part
 from distdl.globals.rules.fallback import fall_back
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import by_name, handles
-from distdl.globals.views.strides import blank, offset_of, strides_of
+from distdl.globals.views.strides import meta_tensor, offset_of, strides_of
 
 
 class _Line(NamedTuple):
@@ -63,7 +63,7 @@ def _order(x: GlobalTensor) -> list[int] | None:
     if not strides:
         return list(range(x.dim()))
     order = sorted(range(x.dim()), key=lambda dim: -strides[dim] if x.shape[dim] > 1 else 0)
-    return order if blank(x.shape, strides).permute(order).is_contiguous() else None
+    return order if meta_tensor(x.shape, strides).permute(order).is_contiguous() else None
 
 
 @handles("as_strided", "torch Tensor")

@@ -14,10 +14,10 @@ from torch.nn import functional
 from distdl.geometry.boxes import Interval, Shape
 from distdl.globals.functions.products import batch_labels
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.moving.alignment import part_of, sample
+from distdl.globals.moving.alignment import keep_sample, local_block
 from distdl.globals.rules.applying import autocast_dtype
-from distdl.globals.rules.meta_checks import judged
-from distdl.globals.rules.work import Work, checked, work_on
+from distdl.globals.rules.meta_checks import check_once
+from distdl.globals.rules.work import Work, check_shapes, work_on
 from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
@@ -52,7 +52,7 @@ def attention(
         attn_mask, is_causal = _mask_of_bias(attn_mask, query.device)
     whole = _with_options(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     operands = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    checked(whole, operands, compares=not enable_gqa)
+    check_shapes(whole, operands, compares=not enable_gqa)
     no_heads = enable_gqa and not key.shape[-3]
     if dropout_p > 0 and not no_heads:
         return _attend_with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -162,7 +162,7 @@ def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     named = _SIGNATURE.bind(*args, **kwargs).arguments
     if not _is_split_over_samples(named):
         return _multi_head_attention(*args, **kwargs)
-    judged(func, args, kwargs)
+    check_once(func, args, kwargs)
     return _attend_samples(func, named)
 
 
@@ -239,10 +239,10 @@ def _local_masks(named: dict[str, Any], layout: KnownLayout) -> dict[str, torch.
     masks = {name: named[name] for name in _MASKS if named.get(name) is not None}
     for name, mask in masks.items():
         if type(mask) is not GlobalTensor:
-            sample(plain_of(mask), layout.context)
+            keep_sample(plain_of(mask), layout.context)
         if name == "key_padding_mask" or mask.dim() == 3:
             entries = 1 if name == "key_padding_mask" else named["num_heads"]
-            masks[name] = part_of(mask, _samples_first(layout, tuple(mask.shape), entries), name)
+            masks[name] = local_block(mask, _samples_first(layout, tuple(mask.shape), entries), name)
     return masks
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from distdl.globals.moving.alignment import part_of
+from distdl.globals.moving.alignment import local_block
 from distdl.globals.moving.conversion import full_tensor
 from distdl.globals.tensor.ddp_and_fsdp import check_unwrapped
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.replicas import WRITTEN, plain_of
 from distdl.globals.tensor.table import REPLICATED, TABLE, Handler, handles, handles_property
-from distdl.globals.views.aliasing import base_of, lies_alone, lies_with, note_copied, note_given
-from distdl.globals.views.strides import of_memory, offset_of, same_strides, strides_of, whole_view
+from distdl.globals.views.aliasing import base_of, note_copied, note_data_set, note_new_memory, note_same_memory
+from distdl.globals.views.strides import call_on_meta, offset_of, same_strides, strides_of, whole_view
 
 _READ = """
 is_leaf retains_grad _version output_nr is_cuda is_cpu is_sparse is_quantized is_nested itemsize
@@ -78,7 +78,7 @@ def size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "is_contiguous" and isinstance(x, torch.nn.Parameter):
         check_unwrapped()  # fully_shard calls this first
     if name in _OF_MEMORY:
-        return of_memory(x, name, *rest, **kwargs)
+        return call_on_meta(x, name, *rest, **kwargs)
     return getattr(x, name)(*rest, **kwargs)
 
 
@@ -135,24 +135,24 @@ def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
 
     If x has to keep its layout and the value has another, x holds a copy, too.
     """
-    note_given(x)
+    note_data_set(x)
     if type(value) is not GlobalTensor:
-        x._block.data = part_of(value, x._layout, "data").detach().clone()
+        x._block.data = local_block(value, x._layout, "data").detach().clone()
         x._strides, x._offset = (), 0
-        lies_alone(x)
+        note_new_memory(x)
         return
     moves = value._layout is not x._layout
     keeps = _keeps_layout(x)
     if not keeps:
         x._block, x._layout = block_of(value).data, value._layout
     else:
-        x._block.data = part_of(value, x._layout, "data").detach()
+        x._block.data = local_block(value, x._layout, "data").detach()
     x._strides, x._offset = strides_of(value), offset_of(value)
     if moves and keeps:
-        lies_alone(x)
+        note_new_memory(x)
         note_copied(value, x)
     else:
-        lies_with(x, value)
+        note_same_memory(x, value)
 
 
 def set_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:

@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from distdl.globals.functions.losses import reduction_of
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import moved, sample, taken
-from distdl.globals.rules.applying import ready, weight_of
-from distdl.globals.rules.meta_checks import check_range, judge, judge_dtypes
+from distdl.globals.moving.alignment import block_in, keep_sample, local_slice
+from distdl.globals.rules.applying import replicated_weight, set_up
+from distdl.globals.rules.meta_checks import check_dtypes, check_on_meta, check_range
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles
@@ -47,7 +47,7 @@ def class_loss(
     has_numbers = tuple(target.shape) == (*input.shape[: input.dim() > 1], *input.shape[2:])
     if label_smoothing > 1 or not (probabilities or has_numbers):
         more = {"label_smoothing": label_smoothing} if is_cross_entropy else {}
-        judge(func, (input, target, weight), {"ignore_index": ignore_index, "reduction": reduction, **more})
+        check_on_meta(func, (input, target, weight), {"ignore_index": ignore_index, "reduction": reduction, **more})
     if not is_cross_entropy:
         return _of_classes(NegativeLogLikelihood(ignore_index, reduction), input, target, weight, func)
     op = CrossEntropy(ignore_index, reduction, max(label_smoothing, 0.0), probabilities)
@@ -77,21 +77,21 @@ def _of_classes(
     context, layout = x._context, x._layout
     lies, seen = context.keep(("targets", layout, probabilities), lambda: _target_layouts(layout, probabilities))
     if type(target) is not GlobalTensor:
-        sample(target, context)
-    given = moved(target, lies, name) if type(target) is GlobalTensor else taken(target, lies)
+        keep_sample(target, context)
+    given = block_in(target, lies, name) if type(target) is GlobalTensor else local_slice(target, lies)
     if not probabilities:
         _check_numbers(given, x.shape[1], op.ignore_index)
     block = block_of(x)
     known: list[tuple[KnownLayout | None, torch.Tensor]] = [(layout, block), (seen, given)]
-    own = ABSENT if weight is None else weight_of(weight, context)
+    own = ABSENT if weight is None else replicated_weight(weight, context)
     if weight is not None:
         known.append((None, own))
 
     def choose() -> tuple[Any, Partition]:
-        judge_dtypes(func, x, target, weight)
+        check_dtypes(func, x, target, weight)
         return op, layout.partition
 
-    setup = ready(context, op, choose, name, *known).setup
+    setup = set_up(context, op, choose, name, *known).setup
     y = setup.move_out(setup.local(*setup.move_in(block, given, own)))
     if op.reduction == "none":
         result = context.keep(("targets", layout, False), lambda: _target_layouts(layout, False))[0]

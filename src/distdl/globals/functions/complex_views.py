@@ -9,7 +9,7 @@ import torch
 
 from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.rules.meta_checks import shape_of
+from distdl.globals.rules.meta_checks import result_shape
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import handles, handles_property
@@ -57,7 +57,7 @@ handles_property("real", "imag")(parts_of_numbers)
 def view_as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     """View pairs of real numbers along the last dim as complex ones. Blocks of other strides are copied."""
     (x,) = (*args, *kwargs.values())
-    shape_of(func, x, (), {})  # raises torch's error
+    result_shape(func, x, (), {})  # raises torch's error
     if offset_of(x) % 2:
         raise RuntimeError("Tensor must have a storage_offset divisible by 2")
     dims = x.dim()

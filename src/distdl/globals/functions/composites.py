@@ -12,9 +12,9 @@ from torch.nn import functional
 from distdl.globals.functions.losses import reduction_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded
-from distdl.globals.moving.writes_into_plain import write
-from distdl.globals.rules.applying import autocast_dtype, cast_to, one_by_one
-from distdl.globals.rules.meta_checks import judged, shape_of
+from distdl.globals.moving.writes_into_plain import write_into_plain
+from distdl.globals.rules.applying import as_list, autocast_dtype, cast_to
+from distdl.globals.rules.meta_checks import check_once, result_shape
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import TABLE, Handler, by_name, composite, handles
 from distdl.globals.views.aliasing import write_back
@@ -46,8 +46,8 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute out of place, and write the result into the first argument."""
     x = args[0]
     if type(x) is not GlobalTensor:
-        return write(func, args, kwargs, x, (args, kwargs))
-    judged(func, args, kwargs)
+        return write_into_plain(func, args, kwargs, x, (args, kwargs))
+    check_once(func, args, kwargs)
     before = x.clone() if x.requires_grad else x  # a derivative may need the old values
     y = getattr(torch.Tensor, func.__name__.removesuffix("_"))(before, *args[1:], **kwargs)
     return write_back(x, y, func.__name__)
@@ -57,7 +57,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def sum_to_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The adjoint of expand: sum over the dims along which a tensor of the given shape is expanded to this one."""
     x = args[0]
-    shape = shape_of(func, x, args[1:], kwargs)
+    shape = result_shape(func, x, args[1:], kwargs)
     more = x.dim() - len(shape)
     dims = [dim for dim in range(x.dim()) if dim < more or shape[dim - more] != x.shape[dim]]
     return x.sum(dims, keepdim=True).reshape(shape) if dims or not shape else x
@@ -74,7 +74,7 @@ if hasattr(functional, "linear_cross_entropy"):
 
 @handles("broadcast_tensors", "torch")
 def broadcast_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    tensors = one_by_one(args)
+    tensors = as_list(args)
     shape = tuple(torch.broadcast_shapes(*(one.shape for one in tensors)))
     return tuple(expanded(one, shape) for one in tensors)
 
@@ -91,7 +91,7 @@ def max_unpooling(
     output_size: Any = None,
 ) -> Any:
     """Scatter each value into its plane, at the place that its index names. A plane is whole on one worker."""
-    judged(func, (input, indices, kernel_size, stride, padding, output_size), {})
+    check_once(func, (input, indices, kernel_size, stride, padding, output_size), {})
     dims = int(func.__name__[-2])
 
     def per_dim(value: Any) -> list[int]:
@@ -133,7 +133,7 @@ def triplet_margin_loss(
 @by_name
 def affine_grid(func: Any, theta: Any, size: Any, align_corners: bool | None = None) -> Any:
     """Map the cell centres of an image, which every worker computes whole, by the affine matrices of each sample."""
-    judged(func, (theta, list(size), bool(align_corners)), {})
+    check_once(func, (theta, list(size), bool(align_corners)), {})
     space = [int(n) for n in size[2:]]
     centres = [_centres(n, bool(align_corners), theta) for n in space]
     places = torch.stack([*reversed(torch.meshgrid(centres, indexing="ij")), centres[0].new_ones(space)], -1)
@@ -172,7 +172,7 @@ def covariance(func: Any, input: Any, *, correction: int = 1, fweights: Any = No
 @by_name
 def norm_except_dim(func: Any, v: Any, pow: int = 2, dim: int = 0) -> Any:
     """The norm over all dims but one, or over all of them if dim is -1."""
-    judged(func, (v, pow, dim), {})
+    check_once(func, (v, pow, dim), {})
     others = [axis for axis in range(v.dim()) if dim == -1 or axis != dim % v.dim()]
     return torch.linalg.vector_norm(v, pow, others, keepdim=dim != -1)
 
@@ -190,7 +190,7 @@ def prelu(func: Any, input: Any, weight: torch.Tensor) -> Any:
     cast = autocast_dtype(input)
     if cast is not None:
         input, weight = (cast_to(one, cast) for one in (input, weight))
-    judged(func, (input, weight), {})  # raises torch's error
+    check_once(func, (input, weight), {})  # raises torch's error
     if weight.numel() > 1 and input.dim() > 2:
         weight = weight.reshape(-1, *[1] * (input.dim() - 2))
     elif weight.numel() == 1:
@@ -207,6 +207,6 @@ def _prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @by_name
 def glu(func: Any, input: Any, dim: int = -1) -> Any:
     """The first half along a dim times the sigmoid of the second."""
-    shape_of(func, input, (dim,), {})  # raises torch's error
+    result_shape(func, input, (dim,), {})  # raises torch's error
     first, gate = input.chunk(2, dim)
     return first * gate.sigmoid()

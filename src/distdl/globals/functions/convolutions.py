@@ -10,8 +10,8 @@ from distdl.geometry.channels import Channels
 from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import Sliding
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.rules.applying import apply, autocast_dtype, hashable, single
-from distdl.globals.rules.meta_checks import judge
+from distdl.globals.rules.applying import apply, autocast_dtype, hashable, unwrap_single
+from distdl.globals.rules.meta_checks import check_on_meta
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import by_name, handles
 from distdl.ops.convolution import Convolution
@@ -63,10 +63,10 @@ def convolution(
     key = (*hashable((stride, padding, dilation)), groups, autocast_dtype(input))
 
     def op() -> Convolution:
-        judge(func, (input, weight, None, stride, padding, dilation, groups), {})
+        check_on_meta(func, (input, weight, None, stride, padding, dilation, groups), {})
         name = func.__name__
         _check_bias(bias, produced, f"weight of size {list(weight.shape)}")
-        sliding = Sliding.of_convolution(name, space, tuple(weight.shape[2:]), *map(single, key[:3]))
+        sliding = Sliding.of_convolution(name, space, tuple(weight.shape[2:]), *map(unwrap_single, key[:3]))
         channels = Channels(taken, produced, groups)
         made = Convolution(input._layout.partition, channels, sliding, autocast=autocast_dtype(input))
         made.check(name)
@@ -103,7 +103,7 @@ def transposed_convolution(
     key = (*hashable((stride, padding, dilation, output_padding)), groups, autocast_dtype(input))
 
     def op() -> TransposedConvolution:
-        geometry = Transposed.of(func.__name__, space, tuple(weight.shape[2:]), *map(single, key[:4]))
+        geometry = Transposed.of(func.__name__, space, tuple(weight.shape[2:]), *map(unwrap_single, key[:4]))
         channels = Channels(weight.shape[0], weight.shape[1] * groups, groups)
         _check_bias(bias, channels.outputs, f"transposed=1, weight of size {list(weight.shape)}")
         made = TransposedConvolution(input._layout.partition, channels, geometry, autocast=autocast_dtype(input))

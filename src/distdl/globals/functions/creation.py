@@ -9,9 +9,9 @@ import torch
 
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.rules.applying import one_by_one
+from distdl.globals.rules.applying import as_list
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.meta_checks import judged
+from distdl.globals.rules.meta_checks import check_once
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.structures import map_tensors
@@ -91,10 +91,10 @@ def between_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 @by_name
 def meshgrid(func: Any, *tensors: Any, indexing: str | None = None) -> Any:
     """The coordinates of a grid, expanded without memory. Tensors of more than one dim fall back, for torch's error."""
-    axes = one_by_one(tensors)
+    axes = as_list(tensors)
     if any(one.dim() > 1 for one in axes):
         return NotImplemented
-    judged(func, tensors, {} if indexing is None else {"indexing": indexing})
+    check_once(func, tensors, {} if indexing is None else {"indexing": indexing})
     order = list(range(len(axes)))
     if indexing == "xy" and len(axes) > 1:
         order[:2] = [1, 0]

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from distdl.globals.functions.shapes import view_of
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.rules.meta_checks import judge_dtype, shape_of
+from distdl.globals.rules.meta_checks import check_dtype, result_shape
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles
@@ -22,8 +22,8 @@ from distdl.globals.views.strides import View
 @by_name
 def triangle(func: Any, input: Any, diagonal: int = 0) -> GlobalTensor:
     """Keep one triangle of the last two dims, and put zeros elsewhere. Each worker keeps that of its block."""
-    shape_of(func, input, (diagonal,), {})  # raises torch's error
-    judge_dtype(func, input)
+    result_shape(func, input, (diagonal,), {})  # raises torch's error
+    check_dtype(func, input)
     layout = input._layout
     (row, _), (column, _) = layout.box[-2:]
     return GlobalTensor._of(func(block_of(input), diagonal + row - column), layout)
@@ -35,7 +35,7 @@ def diagonal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     default = (-2, -1) if func is torch.linalg.diagonal else (0, 1)
 
     def run(input: Any, offset: int = 0, dim1: int = default[0], dim2: int = default[1]) -> GlobalTensor:
-        shape_of(torch.diagonal, input, (offset, dim1, dim2), {})  # raises torch's error
+        result_shape(torch.diagonal, input, (offset, dim1, dim2), {})  # raises torch's error
         return _diagonal(input, offset, dim1 % input.dim(), dim2 % input.dim())
 
     if "A" in kwargs:
@@ -80,7 +80,7 @@ def fill_diagonal(func: Any, self: Any, fill_value: Any, wrap: bool = False) -> 
 @handles("trace", "torch Tensor")
 def trace(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (x,) = (*args, *kwargs.values())
-    shape_of(func, x, (), {})  # raises torch's error
+    result_shape(func, x, (), {})  # raises torch's error
     dtype = func(block_of(x).new_zeros(1, 1)).dtype  # autocast may make it float32
     return _diagonal(x, 0, 0, 1).sum(dtype=dtype)
 
@@ -89,7 +89,7 @@ def trace(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 @by_name
 def diag(func: Any, input: Any, diagonal: int = 0) -> Any:
     """The diagonal of a matrix, as a copy; or the matrix with a vector as its diagonal."""
-    shape_of(func, input, (diagonal,), {})  # raises torch's error
+    result_shape(func, input, (diagonal,), {})  # raises torch's error
     return _diagonal(input, diagonal, 0, 1).clone() if input.dim() == 2 else _embedded(input, diagonal)
 
 
@@ -97,7 +97,7 @@ def diag(func: Any, input: Any, diagonal: int = 0) -> Any:
 @by_name
 def diag_embed(func: Any, input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
     """Matrices with the last dim of the input as their diagonals. Each row is on the worker of its diagonal cell."""
-    shape = shape_of(func, input, (offset, dim1, dim2), {})
+    shape = result_shape(func, input, (offset, dim1, dim2), {})
     return _embedded(input, offset).movedim((-2, -1), (dim1 % len(shape), dim2 % len(shape)))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from distdl.globals.rules.meta_checks import judged
+from distdl.globals.rules.meta_checks import check_once
 from distdl.globals.tensor.table import by_name, handles
 
 
@@ -14,7 +14,7 @@ from distdl.globals.tensor.table import by_name, handles
 @by_name
 def diff(func: Any, input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     """Differences of neighbours along a dim, taken n times, with more slices in front and behind if they are given."""
-    judged(func, (input, n, dim, prepend, append), {})
+    check_once(func, (input, n, dim, prepend, append), {})
     pieces = [one for one in (prepend, input, append) if one is not None] if n else [input]
     y = torch.cat(pieces, dim) if len(pieces) > 1 else input
     for _ in range(min(n, y.shape[dim])):
@@ -37,7 +37,7 @@ def trapezoid(func: Any, y: Any, x: Any = None, **options: Any) -> Any:
     Args:
         x: the coordinates of the places along the dim; if not given, they are ``dx`` apart, or 1.
     """
-    judged(func, (y,) if x is None else (y, x), options)
+    check_once(func, (y,) if x is None else (y, x), options)
     dim, dx = options.get("dim", -1), options.get("dx", 1)
     if not y.shape[dim]:
         return NotImplemented
@@ -73,7 +73,7 @@ def gradient(func: Any, input: Any, *, spacing: Any = 1, dim: Any = None, edge_o
     even = len(steps) == len(dims) and all(isinstance(step, (int, float)) for step in steps)
     if not even or edge_order not in (1, 2) or any(input.shape[place] <= edge_order for place in dims) or not dims:
         return NotImplemented
-    judged(func, (input,), {"spacing": spacing, "dim": dims, "edge_order": edge_order})
+    check_once(func, (input,), {"spacing": spacing, "dim": dims, "edge_order": edge_order})
     return tuple(_gradient(input, step, place, edge_order) for step, place in zip(steps, dims, strict=True))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.products import contract
-from distdl.globals.rules.work import checked
+from distdl.globals.rules.work import check_shapes
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import handles
 
@@ -19,7 +19,7 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Contract operands in any layouts. torch has made an equation of labels that are given as lists."""
     equation, *operands = args
     labels, out = _labelled(equation, tuple(one.dim() for one in operands))
-    checked(_einsum(equation), operands, compares=True)
+    check_shapes(_einsum(equation), operands, compares=True)
     if any(len(set(own)) < len(own) for own in labels):
         diagonals = [_without_repeats(one, own) for one, own in zip(operands, labels, strict=True)]
         operands, labels = [one for one, _ in diagonals], tuple(own for _, own in diagonals)

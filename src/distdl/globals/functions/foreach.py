@@ -13,12 +13,12 @@ from torch.utils._foreach_utils import _foreach_supported_types as _CLIPPED
 from distdl.globals.functions.norms import norm_over
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import derivatives_of, entire, moved
+from distdl.globals.moving.alignment import block_in, derivatives_of, gather_global
 from distdl.globals.moving.buffer_writes import is_of_model
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import TABLE, by_name, handles
-from distdl.globals.views.aliasing import check_written, note_written
+from distdl.globals.views.aliasing import check_writable, note_written
 from distdl.partition.sharing import reduce_values
 from distdl.tensors.derivatives import NONE
 
@@ -79,10 +79,10 @@ def _of_one_entry(func: Any, args: Sequence[Any], kwargs: dict[str, Any], place:
     entries = [one[place] if isinstance(one, (tuple, list)) else one for one in args]
     of_global = [one for one in entries if type(one) is GlobalTensor]
     if writes and type(entries[0]) is GlobalTensor:
-        check_written(entries[0], name)  # torch would raise on some workers only, and the others would write
+        check_writable(entries[0], name)  # torch would raise on some workers only, and the others would write
     elif writes and of_global and is_of_model(entries[0], of_global[0]._context):
         # the gradient of a plain parameter may be global, if it was computed from activations
-        entries, of_global = [entire(one) for one in entries], []
+        entries, of_global = [gather_global(one) for one in entries], []
     if of_global and writes and type(entries[0]) is not GlobalTensor:
         raise TypeError(
             f"{name} would write a global tensor into a plain one, which is the same on every worker; make that "
@@ -117,7 +117,7 @@ def _of_aligned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Seque
     writes = name.endswith("_")
     like = next(one for one in args if isinstance(one, list) and isinstance(one[0], torch.Tensor))
     for x in like if writes else ():
-        check_written(x, name)
+        check_writable(x, name)
     given = [
         [block_of(x) if type(x) is GlobalTensor else x for x in one] if isinstance(one, list) else one for one in args
     ]
@@ -207,7 +207,7 @@ def _lists_by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
         # only addcmul and addcdiv have four: the last ones are their scalars
         if not found[3].is_contiguous():
             raise RuntimeError("Expected scalars to be contiguous.")
-        found[3] = entire(found[3]).tolist()
+        found[3] = gather_global(found[3]).tolist()
     return tuple(found), {name: one for name, one in kwargs.items() if name not in _IN_ORDER}
 
 
@@ -278,17 +278,17 @@ def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             one = tensors[place]
             if order == 1 and type(x) is not GlobalTensor:
                 # the gradient of a plain parameter may be global, if it was computed from activations
-                one = blocks[place] = entire(one)
+                one = blocks[place] = gather_global(one)
             _check_fused(name, x, one)
             if type(one) is GlobalTensor:
-                blocks[place] = moved(one, x._layout, name).contiguous()
+                blocks[place] = block_in(one, x._layout, name).contiguous()
                 if order != 1 or kwargs.get("grad_scale") is not None:  # torch unscales gradients in place
                     written.append((one, blocks[place], x))
-    steps = [[entire(one) for one in tensors] for tensors in args[len(like) :]]
-    func(*given, *steps, **{key: entire(one) for key, one in kwargs.items()})
+    steps = [[gather_global(one) for one in tensors] for tensors in args[len(like) :]]
+    func(*given, *steps, **{key: gather_global(one) for key, one in kwargs.items()})
     for one, block, x in written:
         if block is not one._block:
-            one._block.copy_(moved(GlobalTensor._of(block, x._layout), one._layout, name))
+            one._block.copy_(block_in(GlobalTensor._of(block, x._layout), one._layout, name))
         note_written(one, name)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.rules.meta_checks import judge, judged
+from distdl.globals.rules.meta_checks import check_on_meta, check_once
 from distdl.globals.rules.whole_dims import along_whole
-from distdl.globals.rules.work import checked
+from distdl.globals.rules.work import check_shapes
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import SPACES, TABLE, by_name, handles
 
@@ -53,7 +53,7 @@ def fast_transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     kind = name.rstrip("2n") if name[-1] in "2n" else name
 
     def along_one(input: Any, n: int | None = None, dim: int = -1, norm: str | None = None) -> Any:
-        checked(func, [input], n, dim, norm)
+        check_shapes(func, [input], n, dim, norm)
         return _along_one(input, kind, n, dim % input.dim(), norm)
 
     def along_several(input: Any, s: Any = None, dim: Any = None, norm: str | None = None) -> Any:
@@ -62,7 +62,7 @@ def fast_transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             dim = range(-len(s) if s is not None else -input.dim(), 0)
         dim = [dim] if isinstance(dim, int) else list(dim)
         s = (s,) if isinstance(s, int) else None if s is None else tuple(s)
-        checked(func, [input], s, tuple(dim), norm)
+        check_shapes(func, [input], s, tuple(dim), norm)
         dims = [one % input.dim() for one in dim]
         return _along_several(input, kind, s, dims, norm) if dims else input + 0
 
@@ -111,7 +111,7 @@ def stft(
     length, step = win_length or n_fft, n_fft // 4 if hop_length is None else hop_length
     weights = torch.ones(max(length, 0), device=input.device) if window is None else window
     choices = (center, pad_mode, normalized, onesided, return_complex)
-    judge(torch.stft, (input, n_fft, hop_length, win_length, weights, *choices), {})
+    check_on_meta(torch.stft, (input, n_fft, hop_length, win_length, weights, *choices), {})
     weights = _centred(weights, n_fft)
     signals = input if input.dim() > 1 else input.unsqueeze(0)
     if center:
@@ -172,7 +172,7 @@ def istft(
 def _check_inverse(input: Any, n_fft: int, hop_length: Any, win_length: Any, window: Any, *options: Any) -> None:
     """Let torch check the arguments of istft, as far as it can before it reads the values of the window."""
     with suppress(NotImplementedError):
-        judged(torch.istft, (input, n_fft, hop_length, win_length, window, *options), {})
+        check_once(torch.istft, (input, n_fft, hop_length, win_length, window, *options), {})
 
 
 def _centred(window: torch.Tensor, n_fft: int) -> torch.Tensor:

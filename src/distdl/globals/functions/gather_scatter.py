@@ -11,9 +11,9 @@ import torch
 from distdl.globals.functions.shapes import expanded, whole_along
 from distdl.globals.functions.slicing import picked
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import entire, part_of
-from distdl.globals.moving.writes_into_plain import split_beside, write
-from distdl.globals.rules.meta_checks import check_range, judge_dtype, judged, shape_of
+from distdl.globals.moving.alignment import gather_global, local_block
+from distdl.globals.moving.writes_into_plain import split_beside, write_into_plain
+from distdl.globals.rules.meta_checks import check_dtype, check_once, check_range, result_shape
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import Handler, by_name, handles, writes
@@ -33,7 +33,7 @@ def with_global_input(handler: Callable[..., Any]) -> Handler:
     def run(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
         if type(input) is not GlobalTensor:
             if writes(func, kwargs):
-                return write(func, (input, *args), kwargs, input, (args, kwargs))
+                return write_into_plain(func, (input, *args), kwargs, input, (args, kwargs))
             input = split_beside(input, (args, kwargs))
         return handler(func, input, *args, **kwargs)
 
@@ -48,8 +48,8 @@ def index_select(func: Any, input: Any, dim: int, index: Any) -> Any:
         return input.index_select(dim, index.full_tensor())
     if not input.dim():
         return NotImplemented
-    plain = entire(index)
-    shape_of(torch.select, input, (dim, 0), {}) if input.shape[dim] else None
+    plain = gather_global(index)
+    result_shape(torch.select, input, (dim, 0), {}) if input.shape[dim] else None
     check_range(plain, 0, input.shape[dim], lambda wrong: _line(input, dim).index_select(dim, wrong))
     cells: list[Any] = [None] * input.dim()
     cells[dim] = plain.reshape(-1)
@@ -93,19 +93,19 @@ def gather(func: Any, input: Any, dim: int, index: Any, *, sparse_grad: bool = F
         input = input.reshape(1)
     known = input if type(input) is GlobalTensor else index
     if input.dim():
-        judged(func, (input, dim, index), {})
+        check_once(func, (input, dim, index), {})
     if not known.dim() or (not index.numel() and index.dim() != input.dim()):
         return NotImplemented
     dim %= known.dim()
-    judge_dtype(lambda one: one.gather(dim, torch.zeros(one.shape, dtype=torch.int64, device=one.device)), input)
+    check_dtype(lambda one: one.gather(dim, torch.zeros(one.shape, dtype=torch.int64, device=one.device)), input)
     shape = [n if one != dim else input.shape[dim] for one, n in enumerate(index.shape)]
     input = _first_cells(input, shape)
     if type(input) is GlobalTensor:
         input = whole_along(input, [dim], "gather")
         needed = _lines_beside(input._layout, dim, index.shape)
-        return GlobalTensor._of(block_of(input).gather(dim, part_of(index, needed, "gather")), needed)
+        return GlobalTensor._of(block_of(input).gather(dim, local_block(index, needed, "gather")), needed)
     index = whole_along(index, [dim], "gather")
-    lines = part_of(input, _lines_beside(index._layout, dim, shape), "gather")
+    lines = local_block(input, _lines_beside(index._layout, dim, shape), "gather")
     return GlobalTensor._of(lines.gather(dim, block_of(index)), index._layout)
 
 
@@ -118,7 +118,7 @@ def _line(x: torch.Tensor, dim: int) -> torch.Tensor:
 @by_name
 def take_along_dim(func: Any, input: Any, indices: Any, dim: int | None = None) -> Any:
     """``gather`` with negative indices, and with operands that broadcast along the other dims."""
-    judged(torch.take_along_dim, (input, indices, dim), {})
+    check_once(torch.take_along_dim, (input, indices, dim), {})
     if dim is None:
         return torch.gather(input.reshape(-1), 0, indices.reshape(-1))
     dim %= input.dim()
@@ -141,14 +141,14 @@ def scatter(
     if not input.dim():
         return NotImplemented
     name = func.__name__.removesuffix("_")
-    judged(getattr(torch.Tensor, name), (input, dim, index, src, *rest), more)
+    check_once(getattr(torch.Tensor, name), (input, dim, index, src, *rest), more)
     if isinstance(src, torch.Tensor):
         src = src.reshape(src.shape or (1,))  # torch takes a number for one index
     y = whole_along(input, [dim % input.dim()], name)
     shape = index.shape
     needed = _lines_beside(y._layout, dim % input.dim(), shape)
-    index = part_of(index, needed, name)
-    source = part_of(_first_cells(src, shape), needed, name) if isinstance(src, torch.Tensor) else src
+    index = local_block(index, needed, name)
+    source = local_block(_first_cells(src, shape), needed, name) if isinstance(src, torch.Tensor) else src
     in_place = func.__name__ != name
     block = block_of(y)
 
@@ -177,16 +177,16 @@ def index_add(
         return NotImplemented
     source = value if source is None else source
     if not func.__name__.startswith("index_fill"):
-        judged(func, (input, dim, index, source, *reduce), more)
+        check_once(func, (input, dim, index, source, *reduce), more)
         if func.__name__.startswith("index_copy") and input.dim() == 1 and not source.dim():
             source = source.reshape(1)
         _check_slices(input, dim, source)
-    index, dim = entire(index), dim % input.dim()
+    index, dim = gather_global(index), dim % input.dim()
     if func.__name__.startswith("index_fill"):
         return _fill_slices(func, input, dim, index, source)
     name = func.__name__.removesuffix("_")
     y = whole_along(input, [dim], name)
-    source = part_of(source, _lines_beside(y._layout, dim, source.shape), name)
+    source = local_block(source, _lines_beside(y._layout, dim, source.shape), name)
     block = block_of(y)
 
     def add(block: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> Any:

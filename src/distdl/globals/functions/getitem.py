@@ -15,15 +15,15 @@ from distdl.globals.functions.masks import check_mask, check_value, chosen_by, i
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.functions.slicing import check_cells, part, picked, together
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import entire, part_of
-from distdl.globals.moving.writes_into_plain import split_beside, write
+from distdl.globals.moving.alignment import gather_global, local_block
+from distdl.globals.moving.writes_into_plain import split_beside, write_into_plain
 from distdl.globals.rules.fallback import fall_back
 from distdl.globals.rules.meta_checks import check_range
 from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of, own_of
 from distdl.globals.tensor.table import handles
-from distdl.globals.views.aliasing import check_written, note_written, write_back
+from distdl.globals.views.aliasing import check_writable, note_written, write_back
 from distdl.tensors.connection import saving, zeros_on
 
 _INDICES = frozenset([torch.int64, torch.int32, torch.uint8, torch.bool])
@@ -103,7 +103,7 @@ def _in_two(index: tuple[Any, ...], shape: Sequence[int]) -> tuple[tuple[Any, ..
         if _is_mask(step):
             check_mask(shape, step, dim)
         dim += step.dim() if _is_mask(step) else 1
-        plain = entire(step)
+        plain = gather_global(step)
         found = list(plain.nonzero(as_tuple=True)) if _is_mask(plain) else [plain]
         basic.extend([slice(None)] * len(found) if plain.dim() or not _is_mask(plain) else [None])
         cells.extend(found)
@@ -231,7 +231,7 @@ def put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     """``x[index] = value``, in place. The value comes to the workers that hold the cells."""
     x, given, value = args
     if type(x) is not GlobalTensor:
-        write(func, args, kwargs, x, (given, value), "an assignment")
+        write_into_plain(func, args, kwargs, x, (given, value), "an assignment")
         return
     index = _as_tuple(given)
     if all(map(_is_basic, index)):
@@ -271,7 +271,7 @@ def with_cells(x: GlobalTensor, cells: Sequence[torch.Tensor | None], value: Any
     layout = x._layout
     tensors = torch.broadcast_tensors(*(cells[dim] for dim in dims))
     rows = _rows_of_value(x, dims, tensors[0].shape, value)
-    values = part_of(rows, _layout_of_rows(layout, tuple(dims), len(rows)), "an assignment")
+    values = local_block(rows, _layout_of_rows(layout, tuple(dims), len(rows)), "an assignment")
     block = block_of(x)
     if not block.numel() or any(one.is_meta for one in tensors):  # in a rehearsal, no index has values
         return GlobalTensor._of(saving(block + zeros_on(values, ()).to(block.dtype)), layout)
@@ -341,7 +341,7 @@ def index_put(func: Any, input: Any, indices: Any, values: Any, accumulate: bool
 
 def _write(y: GlobalTensor, value: Any) -> None:
     """Write a number, or a tensor that broadcasts, into a view. Leading dims of extent 1 of the tensor may be more."""
-    check_written(y)
+    check_writable(y)
     if not isinstance(value, torch.Tensor):
         y.fill_(value)
         return

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from distdl.globals.layouts.spreading import pencils
-from distdl.globals.moving.alignment import entire, moved
+from distdl.globals.moving.alignment import block_in, gather_global
 from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.replicas import plain_of
@@ -40,8 +40,8 @@ def grouped_product(func: Any, input: Any, mat2: Any, offs: Any = None, bias: An
     shapes = [(one.shape, one.dtype) for one in (input, mat2, offs)]
     context.keep((func, *shapes, out_dtype), check)
     target = context.layout(layout.partition.workers, [rows, ((0, mat2.shape[2]),)])
-    block, weight = moved(input, layout, "grouped_mm"), entered(mat2, context)
-    ends = plain_of(entire(offs))
+    block, weight = block_in(input, layout, "grouped_mm"), entered(mat2, context)
+    ends = plain_of(gather_global(offs))
     if 0 in target.local:
         y = saving(zeros_on(block, target.local) + zeros_on(weight, ()))
         return GlobalTensor._of(y if out_dtype is None else y.to(out_dtype), target)

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from distdl.globals.rules.applying import apply, hashable, widened
-from distdl.globals.rules.meta_checks import frozen, judge, rough
-from distdl.globals.rules.work import checked, work_on
+from distdl.globals.rules.meta_checks import as_key, check_on_meta, rough_shape
+from distdl.globals.rules.work import check_shapes, work_on
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import by_name, handles
 from distdl.ops.interpolation import Interpolation
@@ -71,8 +71,8 @@ def _check_options(input: GlobalTensor, options: tuple[Any, ...]) -> None:
     with uncounted():
         shape = (*(max(n, 1) for n in input.shape[:1]), *input.shape[1:])
         blank = torch.empty(shape, dtype=input.dtype, device="meta")
-    key = ("interpolate", rough(input.shape), input.dtype, frozen(options))
-    input._context.keep(key, lambda: judge(functional.interpolate, (blank, *options), {}))
+    key = ("interpolate", rough_shape(input.shape), input.dtype, as_key(options))
+    input._context.keep(key, lambda: check_on_meta(functional.interpolate, (blank, *options), {}))
 
 
 def _scaled_size(input: GlobalTensor, factors: Any) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ def _scaled_size(input: GlobalTensor, factors: Any) -> tuple[int, ...]:
 @by_name
 def grid_sample(func: Any, input: Any, grid: Any, *positional: Any, **options: Any) -> Any:
     """Interpolate images at the points of a grid. Workers get whole images; the result is split as the grid is."""
-    checked(_sample_corners, [input, grid])
+    check_shapes(_sample_corners, [input, grid])
     space = tuple(("point", dim) for dim in range(input.dim() - 2))
     image: list[Hashable] = ["sample", "channel", *(("cell", dim) for dim in range(input.dim() - 2))]
     labels, out = [image, ("sample", *space, "coordinate")], ("sample", "channel", *space)

@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from distdl.geometry.boxes import Intervals, Shape, balanced
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import moved_blocks, part_of
+from distdl.globals.moving.alignment import local_block, redistribute_blocks
 from distdl.globals.moving.writes_into_plain import split_beside
-from distdl.globals.rules.meta_checks import judge, judged
+from distdl.globals.rules.meta_checks import check_on_meta, check_once
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import TABLE, by_name, handles
@@ -64,9 +64,9 @@ def joined(tensors: Sequence[Any], dim: int, along: Intervals | None = None, nam
 def _local_blocks(tensors: Sequence[Any], needs: Sequence[KnownLayout], name: str) -> list[torch.Tensor]:
     """This worker's block of each tensor, in the layouts that are needed. Messages of all tensors run at once."""
     split = [place for place, one in enumerate(tensors) if type(one) is GlobalTensor]
-    blocks = moved_blocks([(block_of(tensors[at]), tensors[at]._layout, needs[at]) for at in split], name)
+    blocks = redistribute_blocks([(block_of(tensors[at]), tensors[at]._layout, needs[at]) for at in split], name)
     found = dict(zip(split, blocks, strict=True))
-    return [found[at] if at in found else part_of(tensors[at], need, name) for at, need in enumerate(needs)]
+    return [found[at] if at in found else local_block(tensors[at], need, name) for at, need in enumerate(needs)]
 
 
 def _joined_in_place(layouts: Sequence[KnownLayout], dim: int) -> KnownLayout | None:
@@ -135,7 +135,7 @@ def cat(func: Any, tensors: Any, dim: int = 0) -> Any:
     if not any(type(one) is GlobalTensor for one in tensors):
         tensors[0] = split_beside(tensors[0], (known,))
     shapes = tuple(one.shape for one in tensors)
-    known._context.keep(("cat", shapes, dim), lambda: judge(func, (tensors, dim), {}))
+    known._context.keep(("cat", shapes, dim), lambda: check_on_meta(func, (tensors, dim), {}))
     y: Any = joined(tensors, dim % tensors[0].dim())
     for one in ignored:
         y = y.to(torch.promote_types(y.dtype, one.dtype))
@@ -148,7 +148,7 @@ def cat(func: Any, tensors: Any, dim: int = 0) -> Any:
 def stack(func: Any, tensors: Any, dim: int = 0) -> torch.Tensor:
     tensors = list(tensors)
     if len({one.shape for one in tensors}) > 1:
-        judge(func, (tensors, dim), {})
+        check_on_meta(func, (tensors, dim), {})
     return torch.cat([one.unsqueeze(dim) for one in tensors], dim)
 
 
@@ -178,7 +178,7 @@ def pad_sequence(
     padding_side: str = "right",
 ) -> torch.Tensor:
     """Stack tensors of different lengths, each padded to the longest of them."""
-    judged(func, (sequences, batch_first, padding_value, padding_side), {})
+    check_once(func, (sequences, batch_first, padding_value, padding_side), {})
     longest = max(one.shape[0] for one in sequences)
     padded = []
     for one in sequences:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.moving.alignment import entire, taken
-from distdl.globals.rules.applying import as_global, weight_of
-from distdl.globals.rules.meta_checks import judged
+from distdl.globals.moving.alignment import gather_global, local_slice
+from distdl.globals.rules.applying import as_global, replicated_weight
+from distdl.globals.rules.meta_checks import check_once
 from distdl.globals.rules.work import work_on
 from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -45,7 +45,7 @@ def embedding(
         return NotImplemented
     if weight.dim() != 2:
         raise RuntimeError("'weight' must be 2-D")
-    context, layout, table = input._context, input._layout, weight_of(weight, input._context)
+    context, layout, table = input._context, input._layout, replicated_weight(weight, input._context)
     block, (rows, columns) = block_of(input), map(int, table.shape)
 
     def look_up(indices: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def _renormalise(weight: torch.Tensor, indices: Any, max_norm: float, norm_type:
         weight: a plain table, or the replica of a parameter, which is written, too, if it is sharded.
     Raises: IndexError, on every worker, for an index that is out of range.
     """
-    plain = plain_of(entire(indices))
+    plain = plain_of(gather_global(indices))
     if plain.numel() and not 0 <= int(plain.min()) <= int(plain.max()) < weight.shape[0]:
         raise IndexError("index out of range in self")
     parameter = weight.__dict__.get("_variable", weight)
@@ -114,7 +114,7 @@ def _renormalise(weight: torch.Tensor, indices: Any, max_norm: float, norm_type:
     table = plain_of(weight).data if is_sharded else plain_of(weight).detach()
     torch.embedding_renorm_(table, plain.contiguous(), max_norm, norm_type)
     if is_sharded and parameter._layout.active:
-        parameter._block.data.copy_(taken(table, parameter._layout))
+        parameter._block.data.copy_(local_slice(table, parameter._layout))
 
 
 @handles("bucketize", "torch")
@@ -153,7 +153,7 @@ def _search(func: Any, name: str, table: Any, x: Any, options: dict[str, Any]) -
         return NotImplemented
     x, table = x.detach(), table.detach()
     if x.dim() and (type(table) is GlobalTensor or table.dim() > 1):
-        judged(func, (table, x), options)
+        check_once(func, (table, x), options)
         lines = range(x.dim() - 1)
         labels = [("n",) if table.dim() == 1 else (*lines, "n"), (*lines, "m")]
         work = work_on([table, x], labels, (*lines, "m"), adds=False)

@@ -15,7 +15,7 @@ from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.reductions import summed, without_dims
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.moving.alignment import aligned
-from distdl.globals.rules.meta_checks import judge
+from distdl.globals.rules.meta_checks import check_on_meta
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import handles
 from distdl.tensors.dtypes import HALVES
@@ -87,13 +87,13 @@ def _check_shapes(func: Any, given: dict[str, Any]) -> None:
     """Let torch, on every worker, refuse shapes of named arguments for losses that do not let all of them broadcast."""
     if func is functional.margin_ranking_loss:
         if not given["input1"].dim() == given["input2"].dim() == given["target"].dim():
-            judge(func, (), given)
+            check_on_meta(func, (), given)
         return
     if "binary_cross_entropy" not in func.__name__:
         return
     x, target = given["input"], given.get("target")
     if isinstance(target, torch.Tensor) and x.shape != target.shape:
-        judge(func, (), given)
+        check_on_meta(func, (), given)
     for weight in (given.get("weight"), given.get("pos_weight")):
         if isinstance(weight, torch.Tensor) and _is_larger(weight.shape, x.shape):
             shape = torch.broadcast_shapes(x.shape, weight.shape)

@@ -16,7 +16,7 @@ from distdl.globals.functions.gather_scatter import with_global_input
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded, reshaped
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import moved, part_of
+from distdl.globals.moving.alignment import block_in, local_block
 from distdl.globals.moving.writes_into_plain import split_beside
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
@@ -54,7 +54,7 @@ def _masked_rows(x: GlobalTensor, mask: GlobalTensor, name: str) -> _MaskedRows:
     )
     known: Any = mask.detach()
     flat = reshaped(known, (mask.numel(), 1), name)
-    local_mask = moved(flat, along_rows, name).reshape(-1)
+    local_mask = block_in(flat, along_rows, name).reshape(-1)
     return _MaskedRows(y, local_mask, _selected_layout(layout, local_mask))
 
 
@@ -155,7 +155,7 @@ def _replace_selected(rows: _MaskedRows, value: Any) -> GlobalTensor:
     """Return the rows, in which the selected ones are replaced by those of a value that broadcasts to them."""
     shape = rows.selected.extents
     check_value(rows.x, value, shape)
-    local_value = part_of(expanded(value, shape), rows.selected, "an assignment")
+    local_value = local_block(expanded(value, shape), rows.selected, "an assignment")
     block = block_of(rows.x).index_put((rows.mask,), local_value)
     return GlobalTensor._of(block, rows.x._layout)
 

@@ -10,10 +10,10 @@ import torch
 from distdl.geometry.boxes import Shape
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.layouts.spreading import pencils
-from distdl.globals.moving.alignment import moved
+from distdl.globals.moving.alignment import block_in
 from distdl.globals.moving.writes_into_plain import split_beside
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.meta_checks import frozen, judged
+from distdl.globals.rules.meta_checks import as_key, check_once
 from distdl.globals.rules.single_worker import LinAlgError
 from distdl.globals.rules.work import Work, work_on
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -50,11 +50,11 @@ def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         found = [y] if kind is None else list(y)
         return kind, [tuple(one.shape[1:]) for one in found] if all(one.numel() for one in found) else []
 
-    key = ("of each matrix", func, x.device.type, sample.shape, x.dtype, frozen(rest), frozen(kwargs))
+    key = ("of each matrix", func, x.device.type, sample.shape, x.dtype, as_key(rest), as_key(kwargs))
     kind, shapes = context.keep(key, describe)
     if not shapes:  # an empty result, such as Q of an empty matrix, does not follow from each matrix
         return fall_back(func, args, kwargs)
-    block = moved(x, layout, name)
+    block = block_in(x, layout, name)
     active = block.numel() > 0
     matrices = block if active else zeros_on(block, (1, *sample.shape)) + sample
     y = _raise_everywhere(context, name, lambda: func(matrices, *rest, **kwargs))
@@ -131,7 +131,7 @@ def _solve(func: Callable[..., torch.Tensor], A: Any, B: Any, options: dict[str,
     """Solve A X = B, or X A = B with ``left=False``, for matrices B."""
     if B.dim() < A.dim():  # with fewer dims than A, torch might take blocks of B for vectors
         B = B.reshape((1,) * (A.dim() - B.dim()) + tuple(B.shape))
-    judged(func, (A, B), options)
+    check_once(func, (A, B), options)
     left = options.get("left", True)
     # both dims of A are whole, so the labels "row" of B and "solution" of X are, too; columns are split
     labels = [

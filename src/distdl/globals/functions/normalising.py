@@ -12,9 +12,9 @@ from torch.nn import functional
 from distdl.globals.functions import batch_norm_node
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.moving.conversion import full_tensor
-from distdl.globals.rules.applying import ready, run, weight_of
+from distdl.globals.rules.applying import execute, replicated_weight, set_up
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.meta_checks import judge, judge_dtypes, judged
+from distdl.globals.rules.meta_checks import check_dtypes, check_on_meta, check_once
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import Handler, by_name, handles
@@ -52,7 +52,7 @@ def _normalised(
 
 def _own_weights(context: Context, *weights: torch.Tensor | None) -> list[torch.Tensor | None]:
     """This worker's own weights, whose gradients are added up over all workers."""
-    return [None if one is None else weight_of(one, context) for one in weights]
+    return [None if one is None else replicated_weight(one, context) for one in weights]
 
 
 def _apply_to_block(
@@ -70,8 +70,8 @@ def _apply_to_block(
         weight = torch.ones_like(bias, requires_grad=False)
     weights = [one for one in (weight, bias) if one is not None]
     known = (layout, block), *((None, one) for one in weights)
-    made = ready(layout.context, key, lambda: (op(), layout.partition), name, *known)
-    return run(made, block, *weights, *running)
+    made = set_up(layout.context, key, lambda: (op(), layout.partition), name, *known)
+    return execute(made, block, *weights, *running)
 
 
 # -- batch and instance norm, which keep running statistics
@@ -252,8 +252,8 @@ def _check_by(norm: Any, own: bool, call: _Call, *tensors: Any) -> None:
         own: whether it normalises by the statistics of the input.
         tensors: input, weight, bias, running mean and running variance.
     """
-    judged(*call, tensors[0], (1,))
-    judge_dtypes(lambda x, w, b, mean, var: norm(x, w, b, mean, var, own, 0.1, 1e-5, False), *tensors)
+    check_once(*call, tensors[0], (1,))
+    check_dtypes(lambda x, w, b, mean, var: norm(x, w, b, mean, var, own, 0.1, 1e-5, False), *tensors)
 
 
 # -- group, layer and RMS norm
@@ -273,14 +273,14 @@ def group_norm(
     """Normalise each group of channels of each sample."""
     call: _Call = func, (input, num_groups, weight, bias, eps), {}
     if type(input) is GlobalTensor and input.dim() < 2:
-        judge(*call)
+        check_on_meta(*call)
     if type(input) is not GlobalTensor or not input.shape[1]:
         return NotImplemented
     channels = input.shape[1]
 
     def op() -> GroupNorm:
-        judged(*call, input, (1,))
-        judge_dtypes(lambda x, *weights: torch.group_norm(x, 1, *weights), input, weight, bias)
+        check_once(*call, input, (1,))
+        check_dtypes(lambda x, *weights: torch.group_norm(x, 1, *weights), input, weight, bias)
         made = GroupNorm(num_groups, channels, eps)
         made.check("group_norm")
         return made
@@ -305,9 +305,9 @@ def layer_norm(
     last = _last_dims(input, normalized_shape)
 
     def op() -> LayerNorm:
-        judge(func, (input, normalized_shape, weight, bias, eps), {})
+        check_on_meta(func, (input, normalized_shape, weight, bias, eps), {})
         small = [min(max(extent, 1), 2) for _, extent in last]
-        judge_dtypes(lambda x, *weights: torch.layer_norm(x, small, *weights), input, weight, bias)
+        check_dtypes(lambda x, *weights: torch.layer_norm(x, small, *weights), input, weight, bias)
         return LayerNorm(last, eps)
 
     return _normalised(op, (last, eps), input, "layer_norm", weight, bias)
@@ -328,11 +328,11 @@ def rms_norm(
     last = _last_dims(input, normalized_shape)
     call: _Call = func, (input, normalized_shape, weight, eps), {}
     if not _has_kernel(input.dtype, weight):
-        judged(*call)
+        check_once(*call)
         return _rms_norm_in_steps(input, [dim for dim, _ in last], weight, eps)
 
     def op() -> RMSNorm:
-        judge(*call)
+        check_on_meta(*call)
         return RMSNorm(last, eps)
 
     return _normalised(op, (last, eps), input, "rms_norm", weight, None)

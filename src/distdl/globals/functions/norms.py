@@ -20,7 +20,7 @@ from distdl.globals.functions.reductions import (
 )
 from distdl.globals.moving.alignment import derivatives_of
 from distdl.globals.rules.applying import widened
-from distdl.globals.rules.meta_checks import judge_dtype, judged, shape_of
+from distdl.globals.rules.meta_checks import check_dtype, check_once, result_shape
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles
@@ -43,9 +43,9 @@ def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype:
     x = widened(x, ("cuda",)) if dtype is None else x.to(dtype)
     dims, p = dims_of(x, dim), float(p)
     # two cells at least: torch adds nothing up for one, and takes more dtypes then
-    judge_dtype(lambda one: torch.linalg.vector_norm(one.flatten().repeat(2), p), x)
+    check_dtype(lambda one: torch.linalg.vector_norm(one.flatten().repeat(2), p), x)
     if p and 0 in [x.shape[one] for one in dims]:
-        shape_of(torch.linalg.vector_norm, x, (p, dims, keepdim), {})  # raises torch's error
+        result_shape(torch.linalg.vector_norm, x, (p, dims, keepdim), {})  # raises torch's error
         return total(x.real if x.is_complex() else x, dims, keepdim)
     if split_along(x._layout, dims):
         return _norm_over_split(x, p, dims, keepdim)
@@ -170,14 +170,14 @@ def linalg_norm(
     pair = (A.dim() == 2) if dim is None else not isinstance(dim, int) and len(dim) == 2
     if pair and ord not in (None, "fro"):
         return NotImplemented  # norms of matrices as operators need whole matrices
-    judged(func, (A, ord, dim, keepdim), {"dtype": dtype})
+    check_once(func, (A, ord, dim, keepdim), {"dtype": dtype})
     return norm_over(A, 2 if ord in (None, "fro") else ord, dim, keepdim, dtype)
 
 
 @handles("normalize", "functional")
 @by_name
 def normalize(func: Any, input: Any, p: float | None = 2.0, dim: Any = 1, eps: float = 1e-12) -> Any:
-    judged(func, (input, p, dim, eps), {})
+    check_once(func, (input, p, dim, eps), {})
     return input / norm_over(input, 2.0 if p is None else p, dim, True).clamp_min(eps)
 
 

@@ -10,7 +10,7 @@ import torch
 from distdl.globals.functions.order_statistics import levels_of, median, quantile
 from distdl.globals.functions.reductions import dims_of, without_dims
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.meta_checks import judged
+from distdl.globals.rules.meta_checks import check_once
 from distdl.globals.rules.whole_dims import along_whole
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import map_tensors
@@ -23,7 +23,7 @@ def sort(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     x, *rest = args
     if not x.dim():
         return fall_back(func, args, kwargs)
-    judged(func, args, kwargs)
+    check_once(func, args, kwargs)
     behind = rest[1:] if func.__name__ == "topk" else rest  # the dim among flags, without the k of topk
     dim = 0 if func.__name__ == "msort" else kwargs.get("dim", next((n for n in behind if type(n) is int), -1))
     return along_whole(lambda block: func(block, *rest, **kwargs), x, [dim % x.dim()], func.__name__)

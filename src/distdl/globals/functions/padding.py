@@ -10,7 +10,7 @@ import torch
 from distdl.geometry.borders import Border
 from distdl.globals.functions.slicing import part
 from distdl.globals.rules.applying import apply, widened
-from distdl.globals.rules.meta_checks import shape_of
+from distdl.globals.rules.meta_checks import result_shape
 from distdl.globals.tensor.table import by_name, handles
 from distdl.ops.padding import Padding
 
@@ -29,7 +29,9 @@ def pad(func: Any, input: Any, pad: Any, mode: str = "constant", value: float | 
     widths = tuple(int(n) for n in pad)
     if mode == "replicate" or (mode == "reflect" and len(widths) < 6):  # the modes that autocast of the CPU widens
         input = widened(input, ("cpu",))
-    shape = shape_of(func, input, (widths, mode, None if mode == "constant" else value), {})  # or raises torch's error
+    shape = result_shape(
+        func, input, (widths, mode, None if mode == "constant" else value), {}
+    )  # or raises torch's error
     pairs = [(0, 0)] * input.dim()
     for place in range(len(widths) // 2):
         pairs[-1 - place] = (widths[2 * place], widths[2 * place + 1])

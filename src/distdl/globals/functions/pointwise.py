@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from distdl.globals.moving.alignment import aligned, number, numbers_of
-from distdl.globals.moving.writes_into_plain import write
+from distdl.globals.moving.alignment import aligned, number, operands_without_dims
+from distdl.globals.moving.writes_into_plain import write_into_plain
 from distdl.globals.rules import number_parameters
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.replicas import plain_of
 from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import TABLE, handles, name_of, named, writes
-from distdl.globals.views.aliasing import check_written, note_written
-from distdl.globals.views.strides import keep_order, lies_in, note_format, whole_view
+from distdl.globals.views.aliasing import check_writable, note_written
+from distdl.globals.views.strides import has_format, keep_order, note_format, whole_view
 
 # names of functions in place stand here if torch has them as functions, too; methods in place are found by _enter_names
 _NAMES = """
@@ -61,7 +61,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if type(first) is not GlobalTensor:
         return _align_and_apply(func, args, kwargs)
     if "_strides" in first.__dict__ and 0 in first._strides and writes(func, kwargs):
-        check_written(first, name_of(func))
+        check_writable(first, name_of(func))
     operands: Sequence[Any] = (first,)
     if len(args) == 1 and not kwargs:
         block = block_of(first)
@@ -104,7 +104,7 @@ def _align_and_apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     context = global_operands[0]._context
     lead = 0 if writes(func, kwargs) else None
     if lead == 0 and not (args and type(args[0]) is GlobalTensor):
-        return write(func, args, kwargs, args[0] if args else None, (args, kwargs))
+        return write_into_plain(func, args, kwargs, args[0] if args else None, (args, kwargs))
     target, parts = aligned(context, operands, lead, name_of(func))
 
     def arguments(values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -120,7 +120,7 @@ def _align_and_apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
                 raise
             y = _apply_to_clones(func, local_args, local_kwargs)
         else:  # the result has no dims and lies elsewhere; torch wants numbers where this worker has empty tensors
-            local_args, local_kwargs = arguments(numbers_of(context, operands, parts))
+            local_args, local_kwargs = arguments(operands_without_dims(context, operands, parts))
             y = func(*local_args, **local_kwargs).reshape(1)[:0]
             y = y if lead is None else parts[0].add_(y)
     made = result_of(func, global_operands[0], y, global_operands, target)
@@ -182,7 +182,7 @@ def _in_format(func: Callable[..., Any], x: GlobalTensor, rest: Sequence[Any], k
     block, wanted = block_of(x), kwargs["memory_format"]
     y = func(block, *rest, **kwargs)
     if y is block:
-        if lies_in(x, wanted, func):
+        if has_format(x, wanted, func):
             return x
         y = block.clone()
     made = GlobalTensor._of(y, x._layout)

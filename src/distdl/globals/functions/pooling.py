@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from distdl.geometry.windows import PoolSliding
-from distdl.globals.rules.applying import apply, hashable, single
-from distdl.globals.rules.meta_checks import frozen, judge
+from distdl.globals.rules.applying import apply, hashable, unwrap_single
+from distdl.globals.rules.meta_checks import as_key, check_on_meta
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import by_name, handles
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
@@ -34,7 +34,7 @@ def _with_batch(input: Any, call: _Call, pool: Callable[[GlobalTensor], Any]) ->
     if input.dim() == space + 2:
         return pool(input)
     if input.dim() != space + 1:
-        judge(*call)
+        check_on_meta(*call)
         raise RuntimeError(f"Expected {space + 1}D or {space + 2}D input to a pooling, got {list(input.shape)}")
     y = pool(input.unsqueeze(0))
     return tuple(one.squeeze(0) for one in y) if isinstance(y, tuple) else y.squeeze(0)
@@ -60,8 +60,8 @@ def _pooled(
     key = (reduction, *hashable((kernel, stride, padding, dilation)), ceil_mode)
 
     def op() -> Pooling:
-        judge(*call)
-        sliding = PoolSliding.of(name, space, *map(single, key[1:5]))
+        check_on_meta(*call)
+        sliding = PoolSliding.of(name, space, *map(unwrap_single, key[1:5]))
         made = Pooling(reduction, replace(sliding, ceil_mode=ceil_mode))
         made.check(name)
         _check_dtype(made, made.least, input)
@@ -150,11 +150,11 @@ def _adaptive(func: Any, input: Any, output_size: Any, op: AdaptiveAverage | Ada
     call: _Call = (func, (input, output_size), {})
 
     def checked(x: GlobalTensor) -> Any:
-        judge(*call)
+        check_on_meta(*call)
         _check_dtype(op, (1,) * x.dim(), x)
         return op
 
-    key = op, frozen(output_size)
+    key = op, as_key(output_size)
     return _with_batch(input, call, lambda x: apply(lambda: checked(x), key, x, func.__name__))
 
 

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from distdl.globals.rules.applying import autocast_dtype, zeroed
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.meta_checks import judge_dtypes
-from distdl.globals.rules.work import checked, work_on
+from distdl.globals.rules.meta_checks import check_dtypes
+from distdl.globals.rules.work import check_shapes, work_on
 from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
@@ -56,9 +56,9 @@ def linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
     is_local = type(input) is GlobalTensor and input.dim() and input._layout.partition.workers.shape[-1] == 1
     if is_map and is_local and not _is_sparse(weight) and GlobalTensor not in (type(weight), type(bias)):
         return _local_linear(func, input, weight, bias)
-    checked(func, [one for one in (input, weight, bias) if one is not None], compares=True)
+    check_shapes(func, [one for one in (input, weight, bias) if one is not None], compares=True)
     if bias is not None and bias.dtype is not weight.dtype:
-        judge_dtypes(func, input, weight, bias)
+        check_dtypes(func, input, weight, bias)
     if GlobalTensor not in (type(input), type(weight)):  # only the bias is split
         y = functional.linear(input, weight)
     else:
@@ -73,7 +73,7 @@ def linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
 def _local_linear(func: Any, input: GlobalTensor, weight: torch.Tensor, bias: torch.Tensor | None) -> GlobalTensor:
     """The linear map of an input whose features are whole, by weights that every worker has: nothing moves."""
     layout, context = input._layout, input._context
-    checked(func, [input, weight] if bias is None else [input, weight, bias], compares=True)
+    check_shapes(func, [input, weight] if bias is None else [input, weight, bias], compares=True)
     target = context.keep(
         ("linear", layout, weight.shape[0]),
         lambda: context.layout(layout.partition.workers, (*layout.intervals[:-1], ((0, weight.shape[0]),))),
@@ -105,7 +105,7 @@ def _multiply(func: Any, a: Any, b: Any) -> Any:
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return func(a, b)
     operator = _OPERATORS.get(getattr(func, "__name__", "matmul"), func)
-    checked(operator, [a, b], compares=True)
+    check_shapes(operator, [a, b], compares=True)
     if operator is torch.inner and a.dim() and b.dim():
         i, j = batch_labels(a, 1, "i"), batch_labels(b, 1, "j")
         return contract(operator, [a, b], [(*i, "k"), (*j, "k")], (*i, *j), "inner")
@@ -177,7 +177,7 @@ def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
     def run(input: Any, one: Any, other: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
         if input.dtype is not one.dtype:
-            judge_dtypes(func, input, one, other)
+            check_dtypes(func, input, one, other)
         product: Any = torch.mm(one, other) if func.__name__ == "addmm" else torch.bmm(one, other)
         _check_addend(input, product)
         if not (product.is_floating_point() or product.is_complex()):
@@ -210,7 +210,7 @@ def _check_addend(x: Any, product: Any) -> None:
 def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     """The products of all pairs of elements of two vectors."""
     operands = [*args, *kwargs.values()]
-    checked(torch.outer, operands, compares=True)
+    check_shapes(torch.outer, operands, compares=True)
     return contract(torch.outer, operands, [("i",), ("j",)], ("i", "j"), "outer")
 
 
@@ -218,9 +218,9 @@ def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTen
 @by_name
 def bilinear(func: Any, input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
     """``x1^T W_o x2 + b_o`` for each output feature o."""
-    checked(functional.bilinear, [one for one in (input1, input2, weight, bias) if one is not None], compares=True)
+    check_shapes(functional.bilinear, [one for one in (input1, input2, weight, bias) if one is not None], compares=True)
     if bias is not None and bias.dtype is not weight.dtype:
-        judge_dtypes(func, input1, input2, weight, bias)
+        check_dtypes(func, input1, input2, weight, bias)
     with without_autocast(weight.device):  # torch's bilinear is not cast either
         y = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
         return y if bias is None else y + bias
@@ -239,7 +239,7 @@ def tensordot(func: Any, a: Any, b: Any, dims: Any = 2) -> Any:
     first = [first] if isinstance(first, int) else list(first)
     second = [second] if isinstance(second, int) else list(second)
     pairs = (tuple(first), tuple(second))
-    checked(torch.tensordot, [a, b], pairs, compares=True)
+    check_shapes(torch.tensordot, [a, b], pairs, compares=True)
     left: list[tuple[str, int]] = [("a", dim) for dim in range(a.dim())]
     right: list[tuple[str, int]] = [("b", dim) for dim in range(b.dim())]
     for place, (one, other) in enumerate(zip(first, second, strict=True)):
@@ -254,7 +254,7 @@ def cdist(
     func: Any, x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = "use_mm_for_euclid_dist_if_necessary"
 ) -> Any:
     """Distances of all pairs of rows. Each worker needs whole rows."""
-    checked(torch.cdist, [x1, x2], compares=True)
+    check_shapes(torch.cdist, [x1, x2], compares=True)
     both = max(batch_labels(x1, 2), batch_labels(x2, 2), key=len)
     labels = [(*batch_labels(x1, 2), "i", "m"), (*batch_labels(x2, 2), "j", "m")]
     work = work_on([x1, x2], labels, (*both, "i", "j"), adds=False)

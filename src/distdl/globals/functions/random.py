@@ -26,8 +26,8 @@ from distdl.globals.functions.distributions import (
     normal,
 )
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.moving.alignment import aligned, part_of, whole
-from distdl.globals.moving.writes_into_plain import write
+from distdl.globals.moving.alignment import aligned, gather_plain, local_block
+from distdl.globals.moving.writes_into_plain import write_into_plain
 from distdl.globals.rules.applying import zeroed
 from distdl.globals.rules.fallback import split_like
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -103,18 +103,18 @@ def takes_generator(handler: Handler) -> Handler:
             args = tuple([one for one in args if not isinstance(one, torch.Generator)])
             return handler(func, args, {key: one for key, one in kwargs.items() if key != "generator"})
         if in_place and args[0] is not x:
-            return write(func, args, kwargs, args[0], (args, kwargs))
+            return write_into_plain(func, args, kwargs, args[0], (args, kwargs))
 
         def gather(one: torch.Tensor) -> Any:
             if name in _READING or one is not x:
-                return whole(one)
+                return gather_plain(one)
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
         plain_args, plain_kwargs = map_tensors((args, kwargs), gather)
         plain: torch.Tensor = func(*plain_args, **plain_kwargs)
         same_shape = plain.shape == x.shape
         layout = x._layout if same_shape else split_like(context, plain.shape, x._layout.partition.workers)
-        block = part_of(plain.detach() if plain.is_leaf else plain, layout, name)
+        block = local_block(plain.detach() if plain.is_leaf else plain, layout, name)
         y = GlobalTensor._of(block.requires_grad_() if plain.is_leaf and plain.requires_grad else block, layout)
         return write_back(x, y, name) if in_place else y
 
@@ -235,7 +235,7 @@ def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name, in_place = func.__name__, func.__name__.endswith("_")
     p = rest[0] if rest else kwargs.get("p", 0.5 if in_place else x)
     if type(x) is not GlobalTensor:
-        return write(func, args, kwargs, x, p)
+        return write_into_plain(func, args, kwargs, x, p)
     layout, (_, odds) = aligned(x._context, (x, p), 0, name)
     if not isinstance(p, torch.Tensor) and not 0 <= p <= 1:
         raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")

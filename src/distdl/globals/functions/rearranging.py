@@ -11,9 +11,9 @@ import torch
 from distdl.globals.functions.joining import joined
 from distdl.globals.functions.slicing import part
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import entire
-from distdl.globals.rules.applying import one_by_one
-from distdl.globals.rules.meta_checks import judge_dtype, judged, shape_of
+from distdl.globals.moving.alignment import gather_global
+from distdl.globals.rules.applying import as_list
+from distdl.globals.rules.meta_checks import check_dtype, check_once, result_shape
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles
@@ -23,8 +23,8 @@ from distdl.globals.tensor.table import by_name, handles
 def repeat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copies along dims: joined where a dim is split; where it is not, each worker repeats its block."""
     x, *sizes = (*args, *kwargs.values())
-    shape_of(func, x, sizes, {})  # raises torch's error
-    times = [int(n) for n in one_by_one(sizes)]
+    result_shape(func, x, sizes, {})  # raises torch's error
+    times = [int(n) for n in as_list(sizes)]
     for _ in range(len(times) - x.dim()):
         x = x.unsqueeze(0)
     for dim, n in enumerate(times):
@@ -51,7 +51,7 @@ def repeat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 @handles("tile", "torch Tensor")
 def tile(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, *sizes = (*args, *kwargs.values())
-    sizes = one_by_one(sizes)
+    sizes = as_list(sizes)
     return x.repeat([1] * (x.dim() - len(sizes)) + sizes)
 
 
@@ -72,12 +72,12 @@ def repeat_interleave(
         input, dim = input.reshape(-1), 0
     dim %= input.dim()
     if isinstance(repeats, torch.Tensor):
-        repeats = entire(repeats)
+        repeats = gather_global(repeats)
         if repeats.numel() > 1 or repeats.dtype not in (torch.int64, torch.int32):  # torch refuses other dtypes
             places = torch.arange(input.shape[dim], device=repeats.device)
             return input.index_select(dim, torch.repeat_interleave(places, repeats, output_size=output_size))
         repeats = int(repeats)
-    shape_of(torch.repeat_interleave, input, (repeats, dim), {"output_size": output_size})  # raises torch's error
+    result_shape(torch.repeat_interleave, input, (repeats, dim), {"output_size": output_size})  # raises torch's error
     layout: KnownLayout = input._layout
 
     def make() -> KnownLayout:
@@ -93,7 +93,7 @@ def repeat_interleave(
 @by_name
 def roll(func: Any, input: Any, shifts: Any, dims: Any = ()) -> Any:
     """Move cells along dims; those that leave at one end enter at the other. Along a split dim, they change workers."""
-    shape_of(func, input, (shifts, dims), {})  # raises torch's error
+    result_shape(func, input, (shifts, dims), {})  # raises torch's error
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     shifts = (shifts,) if not isinstance(shifts, (tuple, list)) else tuple(shifts)
     if not dims:
@@ -117,10 +117,10 @@ def roll(func: Any, input: Any, shifts: Any, dims: Any = ()) -> Any:
 def flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     """Reverse dims: each worker flips its block, and the order of the workers along these dims is reversed."""
     x, *rest = (*args, *kwargs.values())
-    shape_of(func, x, rest, {})  # raises torch's error
-    given = one_by_one({"fliplr": [1], "flipud": [0]}.get(func.__name__, rest))
+    result_shape(func, x, rest, {})  # raises torch's error
+    given = as_list({"fliplr": [1], "flipud": [0]}.get(func.__name__, rest))
     dims = tuple(dim % x.dim() for dim in given) if x.dim() else ()
-    judge_dtype(lambda one: one.flip(dims), x)
+    check_dtype(lambda one: one.flip(dims), x)
     layout: KnownLayout = x._layout
 
     def make() -> KnownLayout:
@@ -138,8 +138,8 @@ def flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 @by_name
 def rot90(func: Any, input: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
     """Rotate by right angles in the plane of two dims. The result is a copy."""
-    judged(func, (input, k, dims), {})
-    judge_dtype(lambda one: func(one, k, dims), input)
+    check_once(func, (input, k, dims), {})
+    check_dtype(lambda one: func(one, k, dims), input)
     first, second = dims
     rotated = {
         0: lambda: input.clone(),

@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.layouts.spreading import pencils
-from distdl.globals.moving.alignment import entire, moved, part_of
+from distdl.globals.moving.alignment import block_in, gather_global, local_block
 from distdl.globals.rules.applying import as_global
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.meta_checks import judge
+from distdl.globals.rules.meta_checks import check_on_meta
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.gradient_sums import enter
 from distdl.globals.tensor.provenance import check_origin
@@ -33,7 +33,7 @@ def layers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
     def check() -> bool:
         shape = [1 if dim == (1 if batch_first else 0) else n for dim, n in enumerate(input.shape)]  # of one step
-        return judge(func, (torch.empty(shape, dtype=input.dtype, device="meta"), *args[1:]), kwargs)
+        return check_on_meta(func, (torch.empty(shape, dtype=input.dtype, device="meta"), *args[1:]), kwargs)
 
     input._context.keep(("states", func, batch_first, input.shape, *(one.shape for one in states)), check)
     if dropout and train and count > 1:
@@ -70,7 +70,7 @@ def cell(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     input, hx, *weights = args
     states = hx if isinstance(hx, (tuple, list)) else (hx,)
     key = ("states", func, input.shape, *(one.shape for one in states))
-    input._context.keep(key, lambda: judge(func, args, kwargs))
+    input._context.keep(key, lambda: check_on_meta(func, args, kwargs))
 
     def call(block: Any, states: Sequence[Any], weights: Sequence[Any]) -> Any:
         y = func(block, tuple(states) if len(states) > 1 else states[0], *weights)
@@ -106,8 +106,8 @@ def _over_samples(
             workers, [layout.intervals[batch] if one == dim else ((0, n),) for one, n in enumerate(extents)]
         )
 
-    block = moved(input, layout, name)
-    local_states = [part_of(one, split(one.shape, states_batch), name) for one in states]
+    block = block_in(input, layout, name)
+    local_states = [local_block(one, split(one.shape, states_batch), name) for one in states]
     own = _enter_together(weights, context)
     local_states = [one.contiguous() for one in local_states]  # cuDNN takes no other states
     if block.numel():
@@ -130,7 +130,7 @@ def _enter_together(weights: Sequence[Any], context: Context) -> list[Any]:
 
     A layer without biases has None in their places, which stays.
     """
-    plain = [entire(one) for one in weights]
+    plain = [gather_global(one) for one in weights]
     recorded = torch.is_grad_enabled()
     enters = [one is not None and one.requires_grad and recorded and type(one) is not Replica for one in plain]
     entering = [one for one, does in zip(plain, enters, strict=True) if does]

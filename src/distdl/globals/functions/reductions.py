@@ -16,8 +16,8 @@ import torch
 from distdl.exchange import Operator
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.layouts.reshaping import place
-from distdl.globals.moving.alignment import derivatives_of, entire, moved_block
-from distdl.globals.rules.meta_checks import judge_dtype
+from distdl.globals.moving.alignment import derivatives_of, gather_global, redistribute_block
+from distdl.globals.rules.meta_checks import check_dtype
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import Handler, by_name, handles
@@ -151,7 +151,7 @@ def mean(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype
 def total(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> GlobalTensor:
     """The sum over dims; over all for None. Half precision is added up in float32 and rounded once, as in torch."""
     dims, block = dims_of(x, dim), block_of(x)
-    judge_dtype(lambda one: one.sum(dtype=dtype), x)
+    check_dtype(lambda one: one.sum(dtype=dtype), x)
     if (dtype or x.dtype) in HALVES:
         rounded = block.new_zeros(()).sum(dtype=dtype).dtype  # float32 under some autocasts
         return total(x, dims, keepdim, torch.float32).to(rounded)
@@ -218,7 +218,7 @@ def gathered(
         return entries
     if not layout.active:
         entries = entries.reshape(-1)[:0].reshape(owned.local)
-    y = moved_block(entries, owned, needed, name)
+    y = redistribute_block(entries, owned, needed, name)
     if needed.active:
         for dim, places in filled:
             y = y.index_select(dim, places.on(y.device))
@@ -292,7 +292,7 @@ def truth_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if x.dtype is not torch.bool:
         raise RuntimeError(f"{func.__name__} needs truths; got a tensor of {x.dtype}")
     if x._context.comm.imagined and func.__name__ == "_is_all_true":
-        entire(x.all())
+        gather_global(x.all())
         return torch.ones((), dtype=torch.bool, device="cpu")
     return x.any() if func.__name__ == "_is_any_true" else x.all()
 

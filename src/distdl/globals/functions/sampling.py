@@ -9,7 +9,7 @@ import torch
 
 from distdl.globals.functions.random import takes_generator
 from distdl.globals.rules.applying import zeroed
-from distdl.globals.rules.meta_checks import judged
+from distdl.globals.rules.meta_checks import check_once
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import by_name, handles
 
@@ -22,7 +22,7 @@ def normal(func: Any, mean: Any, std: Any = 1.0) -> Any:
 
     Raises: RuntimeError, as torch does, for a negative deviation; NotImplementedError for means that are integers.
     """
-    judged(func, (mean, std), {})
+    check_once(func, (mean, std), {})
     if isinstance(mean, torch.Tensor) and not mean.is_floating_point() and not mean.is_complex():
         raise NotImplementedError(f"normal draws fractions and complex numbers; mean has the dtype {mean.dtype}")
     sizes: Any = std.detach() if isinstance(std, torch.Tensor) else std
@@ -70,7 +70,7 @@ def multinomial(func: Any, input: Any, num_samples: int, replacement: bool = Fal
 
     Raises: RuntimeError, as torch does, for weights that are no probabilities.
     """
-    judged(func, (input, num_samples, replacement), {})
+    check_once(func, (input, num_samples, replacement), {})
     if num_samples <= 0:
         raise RuntimeError("cannot sample n_sample <= 0 samples")
     if not input.is_floating_point():

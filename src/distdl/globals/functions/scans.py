@@ -10,8 +10,8 @@ import torch
 
 from distdl.globals.functions.reductions import dims_of, reduced_shape, split_along
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import moved_block
-from distdl.globals.rules.meta_checks import judge_dtype
+from distdl.globals.moving.alignment import redistribute_block
+from distdl.globals.rules.meta_checks import check_dtype
 from distdl.globals.rules.whole_dims import along_whole
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
@@ -32,7 +32,7 @@ def cumulate(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
     dims, layout, block = dims_of(x, dim), x._layout, block_of(x)
     if not dims:
         return GlobalTensor._of(block.clone(), layout)
-    judge_dtype(lambda one: func(one, 0, dtype=wanted), x)
+    check_dtype(lambda one: func(one, 0, dtype=wanted), x)
     if wanted is torch.bool:
         func(torch.zeros(1, dtype=wanted), 0, dtype=wanted)  # raises torch's error
     (along,) = dims
@@ -48,7 +48,7 @@ def cumulate(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
     else:
         own_total = local(reduce, shape, (block, least))
     owned, needed = layout.context.keep(("before", layout, along), lambda: _before(layout, along))
-    before = moved_block(own_total, owned, needed, name)
+    before = redistribute_block(own_total, owned, needed, name)
     before = reduce(before) if layout.active else before.reshape(layout.local)
     return GlobalTensor._of(y + before if name == "cumsum" else y * before, layout)
 

@@ -11,16 +11,24 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.layouts.reshaping import plan_reshape
 from distdl.globals.layouts.spreading import pencils
-from distdl.globals.moving.alignment import aligned, moved
-from distdl.globals.rules.applying import one_by_one
+from distdl.globals.moving.alignment import aligned, block_in
+from distdl.globals.rules.applying import as_list
 from distdl.globals.rules.fallback import fall_back
-from distdl.globals.rules.meta_checks import frozen, shape_of
+from distdl.globals.rules.meta_checks import as_key, result_shape
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import TABLE, handles, handles_property
 from distdl.globals.views.aliasing import note_copied, note_view
-from distdl.globals.views.strides import View, is_copied, note_strides, of_memory, same_strides, strides_of, whole_view
+from distdl.globals.views.strides import (
+    View,
+    call_on_meta,
+    is_copied,
+    note_strides,
+    same_strides,
+    strides_of,
+    whole_view,
+)
 
 # -- views, and whole dims, as other families need them, too
 
@@ -53,7 +61,7 @@ def view_of(
 def whole_along(x: GlobalTensor, dims: Sequence[int], name: str) -> GlobalTensor:
     """Redistribute a tensor so that the given dims are whole; other dims are split further instead."""
     needed = pencils(x._layout, dims)
-    return x if needed is x._layout else GlobalTensor._of(moved(x, needed, name), needed)
+    return x if needed is x._layout else GlobalTensor._of(block_in(x, needed, name), needed)
 
 
 # -- the order of dims
@@ -74,7 +82,7 @@ def permute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         workers = layout.partition.workers.transpose(order)
         return layout.context.layout(workers, [layout.intervals[dim] for dim in order])
 
-    key = (func, frozen(rest), frozen(kwargs))
+    key = (func, as_key(rest), as_key(kwargs))
     target = layout.context.keep(("permute", layout, key), make)
     block = block_of(x)
     if layout.rulers:
@@ -105,7 +113,7 @@ def reshaped(x: GlobalTensor, shape: Sequence[int], name: str = "reshape") -> Gl
     if layout.extents == shape and not copied:
         return view_of(x, block_of(x).view_as(x._block), layout, False)
     needed, target = x._context.keep(("reshape", layout, shape), lambda: plan_reshape(layout, shape))
-    block = block_of(x) if needed is None else moved(x, needed, name)
+    block = block_of(x) if needed is None else block_in(x, needed, name)
     y = block.reshape(target.local)
     if copied:
         return GlobalTensor._of(y.clone() if _shares(y, x._block) else y, target)
@@ -118,7 +126,7 @@ def _is_copied(x: GlobalTensor, shape: Shape, name: str) -> bool:
     Raises: RuntimeError, as torch does, if ``view`` would have to copy.
     """
     if name == "view" and is_copied(x, shape):
-        of_memory(x, "view", shape)
+        call_on_meta(x, "view", shape)
     return name in _MAY_COPY and bool(strides_of(x)) and (name == "ravel" or is_copied(x, shape))
 
 
@@ -139,10 +147,10 @@ def reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     dtype = next((value for value in (*rest, *kwargs.values()) if isinstance(value, torch.dtype)), None)
     if dtype is not None:
         if dtype.itemsize != x.dtype.itemsize:
-            of_memory(x, "view", dtype)  # raises torch's error
+            call_on_meta(x, "view", dtype)  # raises torch's error
             return fall_back(func, args, kwargs)
         return whole_view(x, block_of(x).view(dtype))
-    shape = shape_of(func, x, rest, kwargs)
+    shape = result_shape(func, x, rest, kwargs)
     if func.__name__ == "flatten" and tuple(shape) == x._layout.extents:
         return x
     return reshaped(x, shape, func.__name__)
@@ -161,12 +169,12 @@ def atleast(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """Add dims of extent 1 to tensors that have too few; return others themselves."""
     least = int(func.__name__.removesuffix("d")[-1])
     found = tuple(
-        reshaped(x, shape_of(func, x, (), {}), func.__name__)
+        reshaped(x, result_shape(func, x, (), {}), func.__name__)
         if type(x) is GlobalTensor and x.dim() < least
         else x
         if type(x) is GlobalTensor
         else func(x)
-        for x in one_by_one(args)
+        for x in as_list(args)
     )
     return found[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else found
 
@@ -205,7 +213,7 @@ def expand(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     """Expand dims of extent 1 on the workers that hold them: a view without memory of its own, as in torch."""
     x, *rest = args
     kwargs.pop("implicit", None)
-    return expanded(x, shape_of(func, x, rest, kwargs))
+    return expanded(x, result_shape(func, x, rest, kwargs))
 
 
 def expanded(x: Any, shape: Shape) -> Any:
@@ -238,7 +246,7 @@ def expand_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if type(x) is not GlobalTensor or type(other) is not GlobalTensor:
         plain: torch.Tensor = x.expand(other.shape)
         return plain
-    shape_of(torch.Tensor.expand, x, (tuple(other.shape),), {})  # raises torch's error
+    result_shape(torch.Tensor.expand, x, (tuple(other.shape),), {})  # raises torch's error
     target, (block, _) = aligned(x._context, [x, other.detach()], 1, "expand_as")
     return view_of(x, block.expand(target.local), target, True, _expansion(tuple(other.shape)))
 
@@ -256,7 +264,7 @@ def shuffle(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if c % n:
             raise RuntimeError(f"Number of channels must be divisible by groups. Got {c} channels and {n} groups.")
         return x.reshape(b, n, c // n, *space).transpose(1, 2).reshape(x.shape)
-    shape = shape_of(func, x, (n,), {})
+    shape = result_shape(func, x, (n,), {})
     if n == 1:
         return x.clone(memory_format=torch.contiguous_format)
     *batch, c, h, w = x.shape

@@ -11,7 +11,7 @@ import torch
 from distdl.geometry.boxes import Interval, Intervals
 from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.rules.meta_checks import frozen, shape_of
+from distdl.globals.rules.meta_checks import as_key, result_shape
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.structures import map_tensors
@@ -39,7 +39,7 @@ def part(x: GlobalTensor, index: Sequence[Any]) -> GlobalTensor:
 
     Raises: IndexError, as torch does, for an index that the tensor does not have.
     """
-    layout, key = x._layout, frozen(index)
+    layout, key = x._layout, as_key(index)
     local, target = x._context.keep(("part", layout, key), lambda: _plan_part(layout, tuple(index)))
     block = block_of(x)
     if local is not None:
@@ -179,7 +179,7 @@ def select(func: Any, input: GlobalTensor, dim: int, *rest: Any, **more: Any) ->
     """One cell of a dim, or as many as ``length`` from a start."""
     named = [more[name] for name in ("index", "start", "length") if name in more]
     numbers = [operator.index(one) for one in (*rest, *named)]
-    shape_of(func, input, (dim, *rest), more)  # raises torch's error
+    result_shape(func, input, (dim, *rest), more)  # raises torch's error
     dim %= input.dim()
     first = numbers[0] % input.shape[dim] if numbers[0] < 0 else numbers[0]
     step = first if func.__name__ == "select" else slice(first, first + numbers[1])
@@ -218,7 +218,7 @@ def split(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         starts = [piece.storage_offset() // stride for piece in pieces]
         return type(pieces), dim, [(i, i + piece.shape[dim]) for i, piece in zip(starts, pieces, strict=True)]
 
-    kind, dim, pieces = x._context.keep(("split", func, size, frozen(rest), frozen(kwargs)), make)
+    kind, dim, pieces = x._context.keep(("split", func, size, as_key(rest), as_key(kwargs)), make)
     if func.__name__ in _OF_MANY_VIEWS:
         return kind(_pieces(x, dim, tuple(slice(*piece) for piece in pieces)))
     return kind(part(x, [*[slice(None)] * dim, slice(*piece)]) for piece in pieces)
@@ -234,7 +234,7 @@ def _pieces(x: GlobalTensor, dim: int, steps: Sequence[slice | int]) -> list[Glo
         steps: slices or numbers that cover the dim, in order.
     """
     layout = x._layout
-    key = tuple(map(frozen, steps))
+    key = tuple(map(as_key, steps))
 
     def make() -> tuple[list[int], list[KnownLayout], list[View]]:
         """How many cells of each piece this worker has; the layouts of the pieces; how torch takes each as a view."""

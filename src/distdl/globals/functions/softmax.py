@@ -20,7 +20,7 @@ from distdl.globals.functions.reductions import (
     total,
     without_dims,
 )
-from distdl.globals.rules.meta_checks import judge_dtype
+from distdl.globals.rules.meta_checks import check_dtype
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles
@@ -73,7 +73,7 @@ def softmax(func: Any, input: Any, dim: Any = None, *rest: Any, dtype: Any = Non
     dims, layout = dims_of(x, dim), x._layout
     own = torch.log_softmax if name == "log_softmax" else torch.softmax
     at = dims[0] if dims else 0
-    judge_dtype(lambda one: own(one, at), x)
+    check_dtype(lambda one: own(one, at), x)
     if not x.is_floating_point():  # raises torch's error, also on workers without cells
         own(torch.zeros((1,) * x.dim(), dtype=x.dtype), at)
     if not split_along(layout, dims) or not x.numel():

@@ -7,7 +7,7 @@ from typing import Any
 from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.functions.slicing import part
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.rules.meta_checks import shape_of
+from distdl.globals.rules.meta_checks import result_shape
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles
@@ -19,7 +19,7 @@ from distdl.tensors.connection import refuses, zeros_on
 @by_name
 def windows(func: Any, self: Any, dimension: int, size: int, step: int) -> Any:
     """Windows along a dim, as a new last dim. If they are not side by side, the dim becomes whole."""
-    shape = shape_of(func, self, (dimension, size, step), {})
+    shape = result_shape(func, self, (dimension, size, step), {})
     if not self.dim():
         return NotImplemented
     dim = dimension % self.dim()
@@ -51,7 +51,7 @@ def _pair(value: Any) -> tuple[int, int]:
 @by_name
 def im2col(func: Any, input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
     """Windows of space as columns. Windows side by side are a reshape; else the dims of space become whole."""
-    shape = shape_of(func, input, (kernel_size, dilation, padding, stride), {})
+    shape = result_shape(func, input, (kernel_size, dilation, padding, stride), {})
     if input.dim() == 3:
         return func(input.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
     kernel, dilated, padded, strides = map(_pair, (kernel_size, dilation, padding, stride))
@@ -91,7 +91,7 @@ def col2im(
     stride: Any = 1,
 ) -> Any:
     """Put columns back as windows of space, and add up where these overlap. The dims of space become whole."""
-    shape = shape_of(func, input, (output_size, kernel_size, dilation, padding, stride), {})
+    shape = result_shape(func, input, (output_size, kernel_size, dilation, padding, stride), {})
     if input.dim() == 2:
         return func(input.unsqueeze(0), output_size, kernel_size, dilation, padding, stride).squeeze(0)
     kernel = _pair(kernel_size)

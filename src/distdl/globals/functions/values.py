@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distdl.globals.moving.conversion import value_of
+from distdl.globals.moving.conversion import gather_blocks
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import handles
@@ -37,7 +37,7 @@ def _gather(value: Any) -> Any:
     """The whole of a global tensor, as a plain one without a gradient; other values as they are. Collective."""
     if type(value) is not GlobalTensor:
         return value
-    return value_of(block_of(value).detach(), value._layout, VALUE)
+    return gather_blocks(block_of(value).detach(), value._layout, VALUE)
 
 
 def to_tensor_of(to_tensor: Any) -> Any:

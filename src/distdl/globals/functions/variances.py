@@ -17,7 +17,7 @@ from distdl.globals.functions.reductions import (
     without_dims,
 )
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.rules.meta_checks import judge_dtype
+from distdl.globals.rules.meta_checks import check_dtype
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import by_name, handles
@@ -38,7 +38,7 @@ def moments(x: Any, dim: Any, keepdim: bool, unbiased: Any, correction: Any) -> 
     """
     if not (x.is_floating_point() or x.is_complex()):
         torch.zeros(1, dtype=x.dtype).var()  # raises torch's error
-    judge_dtype(torch.var, x)
+    check_dtype(torch.var, x)
     dims, layout = dims_of(x, dim), x._layout
     less = (1 if unbiased is None else int(bool(unbiased))) if correction is None else correction
     count = prod(x.shape[one] for one in dims)

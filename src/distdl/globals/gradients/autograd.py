@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from distdl.globals.functions.plain_random import redrawing
-from distdl.globals.gradients.parts import summed, variable_of
-from distdl.globals.moving.alignment import entire, part_of
+from distdl.globals.gradients.parts import sum_partial_gradients, variable_of
+from distdl.globals.moving.alignment import gather_global, local_block
 from distdl.globals.moving.conversion import NO_TANGENTS
 from distdl.globals.tensor.failed import meet_in
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -91,7 +91,7 @@ def grad(
     except Exception as error:
         _meet_in(error, outputs)
         raise
-    return tuple(_gradient_of(x, dx) for x, dx in zip(inputs, summed(inputs, found), strict=True))
+    return tuple(_gradient_of(x, dx) for x, dx in zip(inputs, sum_partial_gradients(inputs, found), strict=True))
 
 
 def _leaves_out(outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
@@ -183,7 +183,7 @@ def _seed(y: Any, dy: Any) -> torch.Tensor | None:
     """Return the gradient of an output that this worker passes to torch. Raises torch's errors if dy does not fit y."""
     if type(y) is not GlobalTensor:
         # a checkpoint with re-entry turns replicas into global tensors, and gets such gradients of them
-        return None if dy is None else variable_of(entire(dy))
+        return None if dy is None else variable_of(gather_global(dy))
     if dy is None:
         if y.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
@@ -195,7 +195,7 @@ def _seed(y: Any, dy: Any) -> torch.Tensor | None:
             f"Mismatch in shape: a gradient has a shape of {tuple(dy.shape)} and its output has a shape of "
             f"{tuple(y.shape)}"
         )
-    return part_of(dy, y._layout, "backward")
+    return local_block(dy, y._layout, "backward")
 
 
 @handles("requires_grad_", "Tensor")
@@ -276,7 +276,7 @@ def write_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"assigned grad has shape {tuple(value.shape)} and dtype {value.dtype}; the tensor has {tuple(x.shape)} "
             f"and {wanted}"
         )
-    part = part_of(value, x._layout, "grad")
+    part = local_block(value, x._layout, "grad")
     x._block.grad = part.clone() if type(value) is not GlobalTensor else part
 
 
@@ -304,7 +304,7 @@ def _register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return changed  # torch raises, unless it is None
         if changed.shape != layout.size:
             raise RuntimeError(f"hook '{name}' has changed the size of value")
-        return part_of(changed, layout, "a hook")
+        return local_block(changed, layout, "a hook")
 
     on_block.__name__ = name  # torch's errors name the hook
     return x._block.register_hook(on_block)

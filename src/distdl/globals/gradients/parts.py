@@ -28,7 +28,9 @@ def variable_of(value: torch.Tensor) -> torch.Tensor:
     return same
 
 
-def summed(tensors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+def sum_partial_gradients(
+    tensors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
     """Add up the partial gradients of replicas over all workers. Other gradients are returned as they are.
 
     Args:

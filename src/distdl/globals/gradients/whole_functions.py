@@ -24,7 +24,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from distdl.globals.functions.plain_random import drawing, drawn_by
 from distdl.globals.gradients.parts import enter_results, variable_of
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import part_of, whole
+from distdl.globals.moving.alignment import gather_plain, local_block
 from distdl.globals.moving.writes_into_plain import Arguments, split_beside
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
@@ -197,7 +197,7 @@ class _Call:
         kinds: list[Any] = [kind for kind in self.results if kind is Replica or isinstance(kind, KnownLayout)]
         name = self.function.__name__
         return tuple(
-            None if one is None else whole(one) if kind is Replica else part_of(one, kind, name)
+            None if one is None else gather_plain(one) if kind is Replica else local_block(one, kind, name)
             for one, kind in zip(gradients, kinds, strict=True)
         )
 
@@ -207,7 +207,7 @@ class _Call:
             return None
         if value.shape != shape:  # torch sums the gradient of a broadcast input, too
             value = value.sum_to_size(shape)
-        return whole(value) if layout is None else part_of(value, layout, self.function.__name__)
+        return gather_plain(value) if layout is None else local_block(value, layout, self.function.__name__)
 
 
 def _global(block: torch.Tensor, layout: KnownLayout | None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl.globals.consistency.equality import whole_of
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.views.aliasing import writes_of
+from distdl.globals.views.aliasing import count_of_writes
 from distdl.tensors.derivatives import is_recomputed
 
 
@@ -32,7 +32,7 @@ class Additions:
         """Take note that a model has just been distributed: all of it is equal now."""
         self.note_equal(module)
         for _, one in whole_of(module):
-            self._first_writes[one] = writes_of(one)
+            self._first_writes[one] = count_of_writes(one)
         self.pending = True
 
     def note_set(self, value: Any, in_forward: bool) -> None:
@@ -45,7 +45,7 @@ class Additions:
         """The ids of the parameters and buffers of a model that may differ: all of new modules, and what was set."""
         new = [child for child in module.modules() if child not in self._equal]
         ids = {id(one) for child in new for one in (*child.parameters(), *child.buffers())}
-        ids |= {id(one) for one, writes in self._first_writes.items() if writes_of(one) != writes}
+        ids |= {id(one) for one, writes in self._first_writes.items() if count_of_writes(one) != writes}
         return {id(one) for _, one in whole_of(module) if id(one) in ids or one not in self._equal}
 
     def note_equal(self, module: torch.nn.Module) -> None:

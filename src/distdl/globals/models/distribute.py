@@ -23,7 +23,7 @@ from distdl.globals.models.membership import join
 from distdl.globals.models.parameters import Parameters, Weights
 from distdl.globals.models.replicated_weights import ReplicatedWeights
 from distdl.globals.models.sharded_weights import ShardedWeights
-from distdl.globals.moving.alignment import taken
+from distdl.globals.moving.alignment import local_slice
 from distdl.globals.moving.idle import warn_of_idle
 from distdl.globals.tensor.block import Block, unblocked
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -282,4 +282,4 @@ class Forward:
         if not self._splits(x):
             return x
         layout = Context.of(self.P.comm).balanced(self.P.workers, x.shape)
-        return GlobalTensor._of(taken(x, layout).clone(), layout)
+        return GlobalTensor._of(local_slice(x, layout).clone(), layout)

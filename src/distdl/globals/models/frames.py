@@ -9,12 +9,12 @@ import torch
 from distdl.globals.models.gathered import Gathered
 from distdl.globals.models.gathering import share_version
 from distdl.globals.models.parameters import Parameters
-from distdl.globals.moving.alignment import taken
+from distdl.globals.moving.alignment import local_slice
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.replicas import WRITTEN, Replica, plain_of
 from distdl.globals.tensor.stale import computed_from
 from distdl.globals.tensor.table import REPLICATED
-from distdl.globals.views.aliasing import writes_of
+from distdl.globals.views.aliasing import count_of_writes
 
 
 class Frame:
@@ -59,14 +59,14 @@ class Frame:
                 raise RuntimeError(WRITTEN.format(f"{type(self.module).__name__}.forward has written"))
             share: Any = replica._variable
             if share._layout.active:
-                share._block.data.copy_(taken(plain_of(replica).detach(), share._layout))
+                share._block.data.copy_(local_slice(plain_of(replica).detach(), share._layout))
 
 
 def _version(replica: Replica) -> tuple[int, ...]:
     """Numbers that change when a replica gets other memory, or when it or its share is written."""
     plain = plain_of(replica)
     parameter: Any = replica._variable
-    return plain.data_ptr(), writes_of(plain), *share_version(parameter)
+    return plain.data_ptr(), count_of_writes(plain), *share_version(parameter)
 
 
 class SinceGathered:

@@ -13,7 +13,7 @@ from distdl.exchange import Operator
 from distdl.geometry.boxes import Shape, shape, slices
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.views.aliasing import data_given, writes_of
+from distdl.globals.views.aliasing import count_of_writes, times_data_set
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
 from distdl.tensors.modes import unobserved
@@ -205,4 +205,4 @@ def share_version(parameter: GlobalTensor) -> tuple[int, ...]:
     Writes into the parameter's ``data`` count, too: torch counts them apart, but both are in one memory.
     """
     memory = parameter.__dict__.get("_memory")
-    return writes_of(parameter._block), data_given(parameter), 0 if memory is None else memory.writes
+    return count_of_writes(parameter._block), times_data_set(parameter), 0 if memory is None else memory.writes

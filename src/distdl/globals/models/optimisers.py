@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from distdl.globals.moving.alignment import taken
+from distdl.globals.moving.alignment import local_slice
 from distdl.globals.moving.conversion import full_tensor
 from distdl.globals.moving.writes_into_plain import split_beside
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -57,6 +57,6 @@ def _share(value: torch.Tensor, parameter: GlobalTensor, name: str) -> torch.Ten
     if name == "step" or (not value.dim() and parameter.dim()):
         return value.clone()
     if value.shape == parameter.shape:
-        return GlobalTensor._of(taken(value, parameter._layout).clone(), parameter._layout)
+        return GlobalTensor._of(local_slice(value, parameter._layout).clone(), parameter._layout)
     found = split_beside(value, (parameter,))
     return GlobalTensor._of(found._block.clone(), found._layout)

@@ -8,7 +8,7 @@ from weakref import WeakSet
 import torch
 
 from distdl.globals.models.additions import Additions
-from distdl.globals.moving.buffer_writes import settled
+from distdl.globals.moving.buffer_writes import value_to_store
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.replicas import Replica, parameter_of, plain_of
 from distdl.nn.compiling import leave_uncompiled
@@ -102,7 +102,7 @@ class Buffers(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if type(value) is not GlobalTensor:
             self.weights.additions.note_set(value, self.weights.depth > 0)
-        super().__setitem__(name, settled(value))
+        super().__setitem__(name, value_to_store(value))
 
 
 def _registered(value: Any) -> Any:

@@ -14,7 +14,7 @@ from distdl.globals.layouts.context import Context
 from distdl.globals.models.additions import Additions
 from distdl.globals.models.buckets import Bucket, buckets_of, common_path
 from distdl.globals.models.parameters import Parameters
-from distdl.globals.moving.buffer_writes import settled
+from distdl.globals.moving.buffer_writes import value_to_store
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.gradient_sums import Which, enter, enter_apart, settle
 from distdl.globals.tensor.replicas import Replica
@@ -123,7 +123,7 @@ class ReplicatedWeights:
             return value
         if not isinstance(value, torch.nn.Parameter):  # torch.func.functional_call sets it, and its gradient goes on
             return value.full_tensor()
-        return torch.nn.Parameter(settled(value.detach()), value.requires_grad)
+        return torch.nn.Parameter(value_to_store(value.detach()), value.requires_grad)
 
     def adopt(self, modules: list[torch.nn.Module]) -> None:
         self._dicts = None

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from distdl.globals.moving.alignment import taken
+from distdl.globals.moving.alignment import local_slice
 from distdl.globals.moving.conversion import full_tensor
 from distdl.globals.tensor.global_tensor import GlobalTensor
-from distdl.globals.views.aliasing import writes_of
+from distdl.globals.views.aliasing import count_of_writes
 
 _OUTDATED = (
     "a tensor that state_dict() gave was written after its parameter had changed, and has the values of before; with "
@@ -67,7 +67,7 @@ class _StateTie:
         return alias
 
     def _note_writes(self, parameter: Any) -> None:
-        self._whole_writes, self._share_writes = writes_of(self._whole), writes_of(parameter._block)
+        self._whole_writes, self._share_writes = count_of_writes(self._whole), count_of_writes(parameter._block)
 
     def holds(self) -> bool:
         return self._handed_out > 0 or bool(self._error)
@@ -79,12 +79,12 @@ class _StateTie:
             x: the parameter.
         Raises: RuntimeError if the parameter was written before that.
         """
-        if not self._error and writes_of(self._whole) != self._whole_writes:
-            if writes_of(x._block) != self._share_writes:
+        if not self._error and count_of_writes(self._whole) != self._whole_writes:
+            if count_of_writes(x._block) != self._share_writes:
                 self._error = _OUTDATED
             else:
                 with torch.no_grad():
-                    x._block.copy_(taken(self._whole, x._layout) if x._layout.active else x._block.detach())
+                    x._block.copy_(local_slice(self._whole, x._layout) if x._layout.active else x._block.detach())
                 self._note_writes(x)
         if self._error:
             raise RuntimeError(self._error)

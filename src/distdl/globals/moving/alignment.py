@@ -32,18 +32,18 @@ def derivatives_of(block: torch.Tensor) -> Derivatives:
     return GRADIENT if block.requires_grad and torch.is_grad_enabled() else NONE
 
 
-def moved(x: GlobalTensor, needed: KnownLayout, name: str) -> torch.Tensor:
+def block_in(x: GlobalTensor, needed: KnownLayout, name: str) -> torch.Tensor:
     """Redistribute x to a layout of its shape, in which boxes may overlap, and return this worker's block of it."""
     block, owned = block_of(x), x._layout
     if owned is needed:
         return block
     if not owned.rulers:  # a message needs a dim
-        y = moved_block(block.reshape(-1), owned.lifted(1), needed.lifted(1), name)
+        y = redistribute_block(block.reshape(-1), owned.lifted(1), needed.lifted(1), name)
         return y.reshape(()) if y.numel() else y
-    return moved_block(block, owned, needed, name)
+    return redistribute_block(block, owned, needed, name)
 
 
-def moved_block(block: torch.Tensor, owned: KnownLayout, needed: KnownLayout, name: str) -> torch.Tensor:
+def redistribute_block(block: torch.Tensor, owned: KnownLayout, needed: KnownLayout, name: str) -> torch.Tensor:
     """Redistribute a block from the layout in which it is to the one in which it is needed."""
     if owned is needed:
         return block
@@ -52,13 +52,13 @@ def moved_block(block: torch.Tensor, owned: KnownLayout, needed: KnownLayout, na
     return y
 
 
-def moved_blocks(moves: Sequence[Move], name: str) -> list[torch.Tensor]:
+def redistribute_blocks(moves: Sequence[Move], name: str) -> list[torch.Tensor]:
     """Redistribute several blocks at once: their messages travel at the same time, from one autograd node."""
     found = [block for block, _, _ in moves]
     moving = [place for place, (_, owned, needed) in enumerate(moves) if owned is not needed]
     if len(moving) < 2:
         for place in moving:
-            found[place] = moved_block(*moves[place], name)
+            found[place] = redistribute_block(*moves[place], name)
         return found
     operators = [
         owned.context.moving(owned, needed, block.dtype, derivatives_of(block), name)
@@ -69,7 +69,7 @@ def moved_blocks(moves: Sequence[Move], name: str) -> list[torch.Tensor]:
     return found
 
 
-def taken(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
+def local_slice(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
     """Slice a replicated tensor to the part that broadcasts to this worker's block in the target layout.
 
     Dims count from the last, as in broadcasting. Along its dims of extent 1, the tensor is not sliced.
@@ -93,20 +93,20 @@ def taken(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
     return plain[slices(box)]
 
 
-def part_of(value: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tensor:
+def local_block(value: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tensor:
     """Return this worker's block, in a layout of its shape, of a tensor that is global or replicated."""
-    block = moved(value, layout, name) if type(value) is GlobalTensor else taken(value, layout)
+    block = block_in(value, layout, name) if type(value) is GlobalTensor else local_slice(value, layout)
     return block if block.shape == layout.local else block.reshape(layout.local)
 
 
-def entire(value: Any) -> Any:
+def gather_global(value: Any) -> Any:
     """Gather a global tensor on every worker, as a plain tensor. Other values are returned as they are."""
     return value.full_tensor() if type(value) is GlobalTensor else value
 
 
-def whole(value: Any) -> Any:
+def gather_plain(value: Any) -> Any:
     """Gather a global tensor, and unwrap a replica: either becomes a plain tensor. Others are returned as they are."""
-    return plain_of(entire(value))
+    return plain_of(gather_global(value))
 
 
 def number(one: torch.Tensor) -> Any:
@@ -116,7 +116,7 @@ def number(one: torch.Tensor) -> Any:
     return one.item() if type(one) is GlobalTensor else plain_of(one).item()
 
 
-def sample(plain: torch.Tensor, context: Context) -> None:
+def keep_sample(plain: torch.Tensor, context: Context) -> None:
     """Keep some values of a plain tensor, for workers to compare later; not in a model's forward.
 
     Every worker calls it, also one that reads no cell of the tensor.
@@ -152,14 +152,14 @@ def aligned(context: Context, operands: Sequence[Any], lead: int | None, name: s
         if type(one) is GlobalTensor and need is not None:
             found.append(_local_operand(one, need, target, name))
         elif isinstance(one, torch.Tensor):
-            sample(one, context)
-            found.append(taken(one, target))
+            keep_sample(one, context)
+            found.append(local_slice(one, target))
         else:
             found.append(one)
     return target, found
 
 
-def numbers_of(context: Context, operands: Sequence[Any], found: Sequence[Any]) -> list[Any]:
+def operands_without_dims(context: Context, operands: Sequence[Any], found: Sequence[Any]) -> list[Any]:
     """Return operands without dims for a worker that holds no cell of the result; ones stand in for global tensors.
 
     So torch tells this worker, too, whether it takes these operands, and the dtype of the result.
@@ -189,7 +189,7 @@ def _local_operand(x: GlobalTensor, need: KnownLayout, target: KnownLayout, name
     lifted = owned.lifted(dims)
     if block.dim() != dims:
         block = block.reshape(lifted.local)
-    block = moved_block(block, lifted, need.lifted(dims), name)
+    block = redistribute_block(block, lifted, need.lifted(dims), name)
     if owned.rulers and target.rulers:
         return block
     # a tensor without dims stays without, so that torch promotes dtypes as it does with the whole tensors

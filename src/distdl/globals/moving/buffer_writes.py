@@ -14,7 +14,7 @@ from distdl.globals.layouts.context import Context
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.structures import tensors_in
-from distdl.globals.views.aliasing import note_settled
+from distdl.globals.views.aliasing import note_stored
 from distdl.nn.placement import distributed_models
 from distdl.tensors.memory import parts_of
 
@@ -33,7 +33,7 @@ def is_of_model(tensor: torch.Tensor, context: Context) -> bool:
     )
 
 
-def is_named(tensor: torch.Tensor, context: Context) -> bool:
+def is_itself_of_model(tensor: torch.Tensor, context: Context) -> bool:
     """Whether a tensor itself is a parameter or a buffer of a distributed model."""
     return any(one is tensor for one in _held(context))
 
@@ -56,7 +56,7 @@ def check_gradient(values: Any, name: str) -> None:
         )
 
 
-def settled(value: Any) -> Any:
+def value_to_store(value: Any) -> Any:
     """Return what to store where a buffer of a model is set to a value.
 
     A global tensor is gathered on every worker; from then on it is an error to write it, and to use it once the buffer
@@ -70,5 +70,5 @@ def settled(value: Any) -> Any:
     whole = value.full_tensor()
     with torch.inference_mode(False):  # torch counts no writes of a tensor that is made in inference mode
         whole = whole.clone() if whole.is_inference() else whole
-    note_settled(value, whole)
+    note_stored(value, whole)
     return whole

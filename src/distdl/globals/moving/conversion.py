@@ -13,7 +13,7 @@ import torch
 from distdl.environment.types import judge
 from distdl.geometry.boxes import Shape, slices
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.moving.alignment import moved, moved_block
+from distdl.globals.moving.alignment import block_in, redistribute_block
 from distdl.globals.moving.idle import warn_of_idle
 from distdl.globals.tensor import observers
 from distdl.globals.tensor.block import Block, as_block, unblocked
@@ -231,7 +231,7 @@ def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
             y = _Whole.apply(block_of(x), x._layout)
             return y
         needed = context.whole(x.shape, on)
-        y = _Alone.apply(block_of(x)) if needed is x._layout else moved(x, needed, f"full_tensor on worker {on}")
+        y = _Alone.apply(block_of(x)) if needed is x._layout else block_in(x, needed, f"full_tensor on worker {on}")
         return as_block(y)  # not the same on every worker: the others hold no cells
 
 
@@ -258,7 +258,7 @@ def redistribute(x: GlobalTensor, to: Split | Layout, axes: Sequence[int | None]
     with observers.moving("redistribute", x, needed):
         if needed is x._layout:
             return x
-        return GlobalTensor._of(moved(x, needed, f"redistribute to {needed.partition}"), needed)
+        return GlobalTensor._of(block_in(x, needed, f"redistribute to {needed.partition}"), needed)
 
 
 def _split(
@@ -323,11 +323,11 @@ def _worker(context: Context, needs: str, worker: Any) -> int:
     return index(worker)
 
 
-def value_of(block: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tensor:
+def gather_blocks(block: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tensor:
     """Gather the whole tensor of blocks on every worker, in memory of its own."""
     extents: Shape = layout.extents or (1,)
     owned = layout if layout.rulers else layout.lifted(1)
-    y = moved_block(block.reshape(owned.local), owned, layout.context.everywhere(extents), name)
+    y = redistribute_block(block.reshape(owned.local), owned, layout.context.everywhere(extents), name)
     y = y.reshape(layout.extents)
     return y.clone() if y is block or y._is_view() else y
 
@@ -339,7 +339,7 @@ class _Whole(Function):
     def forward(ctx: Any, block: torch.Tensor, layout: KnownLayout) -> torch.Tensor:
         ctx.layout = layout
         ctx.save_for_backward(torch.empty(0))
-        return value_of(block, layout, "full_tensor")
+        return gather_blocks(block, layout, "full_tensor")
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -9,8 +9,8 @@ import torch
 from torch.utils import swap_tensors
 
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.alignment import entire, taken
-from distdl.globals.moving.buffer_writes import check_gradient, is_named, is_of_model
+from distdl.globals.moving.alignment import gather_global, local_slice
+from distdl.globals.moving.buffer_writes import check_gradient, is_itself_of_model, is_of_model
 from distdl.globals.tensor.block import relabel
 from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -18,11 +18,11 @@ from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.stale import assigned
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import TABLE, name_of
-from distdl.globals.views.aliasing import PRUNING, lies_alone
+from distdl.globals.views.aliasing import PRUNING, note_new_memory
 from distdl.tensors.connection import zeros_on
 
 
-def write(
+def write_into_plain(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, beside: Any, name: str | None = None
 ) -> Any:
     """Call a function that writes global tensors into a plain tensor, the target.
@@ -46,8 +46,8 @@ def write(
     called = name or name_of(func)
     if is_of_model(target, _largest(beside)._context):
         return _write_whole(func, args, kwargs, target, beside, called)
-    if why_not(target) and _are_numbers((args, kwargs)):
-        given, named = map_tensors((args, kwargs), entire)
+    if why_not_global(target) and _are_numbers((args, kwargs)):
+        given, named = map_tensors((args, kwargs), gather_global)
         return func(*given, **named)
     why = _adopt(target, beside)
     if not why:
@@ -65,7 +65,7 @@ def _write_whole(
     """Call the function with a global tensor of the target's values, gather the result, and copy it to the target."""
     owner = target._base if type(target) is torch.Tensor and target._is_view() else target
     copied = type(target) is Replica and not target.requires_grad  # the data of a replica of a parameter
-    alias = copied or (type(owner) is torch.Tensor and not is_named(owner, _largest(beside)._context))
+    alias = copied or (type(owner) is torch.Tensor and not is_itself_of_model(owner, _largest(beside)._context))
     if not alias:
         check_gradient((target, beside), called)
     made = _own_beside(plain_of(target).detach(), beside)
@@ -93,7 +93,7 @@ def _adopt(target: Any, beside: Any) -> str:
     """Make a plain tensor global, and its base if it is a view. Returns why that must not be; empty if it is done."""
     if type(target) is torch.Tensor and target._is_view() and _references_to_base(target) > _NO_OTHER:
         return _adopt_both(target, target._base, beside)
-    why = why_not(target)
+    why = why_not_global(target)
     # the data of an argument of an autograd function, which torch does not call a view of the argument
     for one in _largest(beside)._context.own(Arguments).given if why else ():
         if type(target) is type(one) is torch.Tensor and target is not one and target.data_ptr() == one.data_ptr():
@@ -166,7 +166,7 @@ def split_beside(plain: torch.Tensor, beside: Any) -> GlobalTensor:
     layout = _beside(_largest(beside)._layout, tuple(plain.shape))
     if not layout.active:
         return GlobalTensor._of(zeros_on(entered(plain, layout.context), layout.local), layout)
-    return GlobalTensor._of(taken(plain, layout), layout)
+    return GlobalTensor._of(local_slice(plain, layout), layout)
 
 
 def _largest(beside: Any) -> GlobalTensor:
@@ -195,7 +195,7 @@ def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise RuntimeError(f"{name} needs out= of the result's dtype {result.dtype}; got one of {target.dtype}")
         if not target.numel() and type(target) is GlobalTensor is type(result):
             target._block, target._layout, target._strides = result._block.to(target.dtype), result._layout, ()
-            lies_alone(target)
+            note_new_memory(target)
             continue
         if not target.numel() and type(target) is torch.Tensor:
             target.resize_(result.shape)
@@ -204,7 +204,7 @@ def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"{name} needs out= of the result's shape {tuple(result.shape)}; got one of shape {tuple(target.shape)}"
             )
         if type(result) is GlobalTensor and type(target) is not GlobalTensor:
-            write(torch.Tensor.copy_, (target, result), {}, target, result, name)
+            write_into_plain(torch.Tensor.copy_, (target, result), {}, target, result, name)
         else:
             with torch.no_grad():
                 target.copy_(result)
@@ -214,7 +214,7 @@ def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 TABLE["out"] = write_out
 
 
-def why_not(target: Any) -> str:
+def why_not_global(target: Any) -> str:
     """Return why a plain tensor must not become global; empty if it may."""
     replica = type(target) is Replica and "_plain" in target.__dict__  # not a plain tensor that was retyped in place
     if type(target) not in (torch.Tensor, Replica):

@@ -9,7 +9,7 @@ import torch
 
 from distdl.environment.arguments import known
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.moving.alignment import GRADIENT, derivatives_of, entire
+from distdl.globals.moving.alignment import GRADIENT, derivatives_of, gather_global
 from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
@@ -29,7 +29,7 @@ class Ready(NamedTuple):
     results: tuple[KnownLayout, ...]
 
 
-def ready(
+def set_up(
     context: Context, key: Hashable, choose: Callable[[], tuple[Any, Partition]], name: str,
     *tensors: tuple[KnownLayout | None, torch.Tensor],
 ) -> Ready:  # fmt: skip
@@ -59,7 +59,7 @@ def ready(
     return context.keep((name, key, *described), make)
 
 
-def run(made: Ready, *tensors: Any) -> Any:
+def execute(made: Ready, *tensors: Any) -> Any:
     """Execute the three steps of a setup on this worker's blocks. Returns a global tensor, or a tuple of them."""
     y = made.setup(*tensors)
     if isinstance(y, tuple):
@@ -89,19 +89,19 @@ def apply(
         weights: replicated tensors, global ones, which are gathered, or None, which is left out.
     """
     context, layout, block = x._context, x._layout, block_of(x)
-    given = [weight_of(one, context) for one in weights if one is not None]
-    made = ready(
+    given = [replicated_weight(one, context) for one in weights if one is not None]
+    made = set_up(
         context, key, lambda: (op(), layout.partition if work is None else work()), name, (layout, block),
         *[(None, one) for one in given],
     )  # fmt: skip
-    return run(made, block, *given)
+    return execute(made, block, *given)
 
 
-def weight_of(weight: torch.Tensor, context: Context) -> torch.Tensor:
+def replicated_weight(weight: torch.Tensor, context: Context) -> torch.Tensor:
     """Return this worker's plain copy of a weight. A global weight is gathered on every worker."""
     if type(weight) is Replica and weight._plain.requires_grad:
         return weight._plain  # the common case, and the fastest way
-    return entered(entire(weight), context)
+    return entered(gather_global(weight), context)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
@@ -128,12 +128,12 @@ def zeroed(x: Any) -> Any:
     return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
-def single(value: Any) -> Any:
+def unwrap_single(value: Any) -> Any:
     """Return the number in a tuple of one number, as torch takes it; other values as they are."""
     return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
-def one_by_one(given: Sequence[Any]) -> list[Any]:
+def as_list(given: Sequence[Any]) -> list[Any]:
     """Return arguments as a list, whether they were passed one by one or as one list."""
     return list(given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given)
 

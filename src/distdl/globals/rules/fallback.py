@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.layouts.context import Context, KnownLayout
-from distdl.globals.moving.alignment import moved, moved_block
-from distdl.globals.moving.conversion import value_of
-from distdl.globals.moving.writes_into_plain import write
+from distdl.globals.moving.alignment import block_in, redistribute_block
+from distdl.globals.moving.conversion import gather_blocks
+from distdl.globals.moving.writes_into_plain import write_into_plain
 from distdl.globals.rules.fallback_results import Described, Outcome, observed
 from distdl.globals.rules.single_worker import Apart, failure_of, raise_failure
 from distdl.globals.tensor.entering import entered
@@ -23,7 +23,7 @@ from distdl.globals.tensor.graph_state import is_leaf
 from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import TABLE, name_of, writes
-from distdl.globals.views.aliasing import check_apart, lies_alone, note_copied, note_written
+from distdl.globals.views.aliasing import check_no_overlap, note_copied, note_new_memory, note_written
 from distdl.partition.groups import IntArray
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.dtypes import DTYPES
@@ -59,7 +59,7 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     Raises: NotImplementedError under ``fallback="error"``; and on every worker the error that torch raises on that one.
     """
     if args and isinstance(args[0], torch.Tensor) and type(args[0]) is not GlobalTensor and writes(func, kwargs):
-        return write(func, args, kwargs, args[0], (args, kwargs))
+        return write_into_plain(func, args, kwargs, args[0], (args, kwargs))
     found = [one for one in tensors_in((args, kwargs)) if type(one) is GlobalTensor]
     first = found[0]
     context, worker, name = first._context, int(first._layout.partition.workers.flat[0]), name_of(func)
@@ -121,7 +121,7 @@ def _run(
 
 def _gathered(x: GlobalTensor, worker: int, name: str, in_place: bool) -> torch.Tensor:
     """Gather x on one worker, contiguous and alone in memory, as a copy of a block that is to be written in place."""
-    y = moved(x, x._context.whole(x.shape, worker), name)
+    y = block_in(x, x._context.whole(x.shape, worker), name)
     lies_so = y.is_contiguous() and y.untyped_storage().nbytes() == y.numel() * y.itemsize
     return y if lies_so and not (y is x._block and in_place) else y.clone(memory_format=torch.contiguous_format)
 
@@ -130,7 +130,7 @@ def _share(plain: torch.Tensor, context: Context, worker: int, name: str) -> Non
     """Copy a replicated tensor that one worker has written to all workers."""
     owned = context.whole(tuple(plain.shape), worker)
     block = plain.detach() if context.me == worker else torch.zeros(owned.local, dtype=plain.dtype, device=plain.device)
-    whole = value_of(block, owned, name)
+    whole = gather_blocks(block, owned, name)
     if context.me != worker:
         with torch.no_grad():
             plain.copy_(whole)
@@ -165,7 +165,7 @@ def _spread(
     owned, resized = context.whole(extents, worker), x is None or x.shape != extents
     split = split_like(context, extents, found[0]._layout.partition.workers) if x is None or resized else x._layout
     target = split if owned.rulers else owned
-    block = moved_block(value, owned, target, name)
+    block = redistribute_block(value, owned, target, name)
     if x is None:
         if described.view >= 0:  # on one worker, the result may still lie in the memory of a block
             block = block.clone()
@@ -182,9 +182,9 @@ def _spread(
                 ".contiguous() first"
             )
         x._block, x._layout, x._strides = block, target, ()
-        lies_alone(x)
+        note_new_memory(x)
     elif block is not x._block:
-        check_apart(x, name)
+        check_no_overlap(x, name)
         # torch writes into a leaf only without gradients
         with torch.set_grad_enabled(torch.is_grad_enabled() and not (x._block.requires_grad and is_leaf(x))):
             x._block.copy_(block)

@@ -15,7 +15,7 @@ from distdl.tensors.dtypes import RARE
 from distdl.tensors.modes import uncounted
 
 
-def judge(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def check_on_meta(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Let torch check the shapes and dtypes of whole tensors, and the options beside them. Returns True.
 
     If torch refuses meta tensors, it is asked again of expanded zeros, because some errors then have other texts.
@@ -38,20 +38,20 @@ def judge(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     raise refused
 
 
-def judged(
+def check_once(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], input: torch.Tensor | None = None,
     sized: Collection[int] = (),
 ) -> None:  # fmt: skip
-    """Check arguments as :func:`judge` does, once for each combination of shapes, dtypes and options.
+    """Check arguments as :func:`check_on_meta` does, once for each combination of shapes, dtypes and options.
 
     Args:
-        input: an argument of which torch looks at the sizes of some dims only, as :func:`rough` says.
+        input: an argument of which torch looks at the sizes of some dims only, as :func:`rough_shape` says.
         sized: these dims.
     """
     found: list[Context] = []
     own = (input, sized)
     key = ("judged", func, _described(args, found, own), _described(kwargs, found, own) if kwargs else (), *sized)
-    found[0].keep(key, lambda: judge(func, args, kwargs))
+    found[0].keep(key, lambda: check_on_meta(func, args, kwargs))
 
 
 def _described(value: Any, found: list[Context], own: tuple[torch.Tensor | None, Collection[int]]) -> Hashable:
@@ -59,7 +59,7 @@ def _described(value: Any, found: list[Context], own: tuple[torch.Tensor | None,
     if isinstance(value, torch.Tensor):
         if type(value) is GlobalTensor:
             found.append(value._context)
-        return rough(value.shape, own[1]) if value is own[0] else value.shape, value.dtype
+        return rough_shape(value.shape, own[1]) if value is own[0] else value.shape, value.dtype
     if isinstance(value, (tuple, list)):
         return tuple([_described(one, found, own) for one in value])
     if isinstance(value, dict):
@@ -67,12 +67,12 @@ def _described(value: Any, found: list[Context], own: tuple[torch.Tensor | None,
     return type(value), value  # with its type, for 1, 1.0 and True are equal
 
 
-def rough(shape: Shape, sized: Collection[int] = ()) -> Shape:
+def rough_shape(shape: Shape, sized: Collection[int] = ()) -> Shape:
     """Return a shape in which sizes above 2 become 2, but along some dims, so that one check counts for many images."""
     return tuple([n if dim in sized else min(n, 2) for dim, n in enumerate(shape)])
 
 
-def judge_dtype(func: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
+def check_dtype(func: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
     """Let torch check a rare dtype of x by a call with zeros, because it takes more dtypes for a block without cells.
 
     Args:
@@ -83,7 +83,7 @@ def judge_dtype(func: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
         func(torch.zeros([min(max(n, 1), 2) for n in x.shape] or [1], dtype=x.dtype, device=x.device))
 
 
-def judge_dtypes(func: Callable[..., Any], *tensors: torch.Tensor | None) -> None:
+def check_dtypes(func: Callable[..., Any], *tensors: torch.Tensor | None) -> None:
     """Let torch check the dtypes of several tensors, which it does not check on meta tensors.
 
     Args:
@@ -98,28 +98,28 @@ def judge_dtypes(func: Callable[..., Any], *tensors: torch.Tensor | None) -> Non
         func(*[one if one is None else small(one) for one in tensors])
 
 
-def frozen(value: Any) -> Hashable:
+def as_key(value: Any) -> Hashable:
     """Return an argument as a key. A tensor in it has to be a number, as of dims or cells, which a model computed."""
     if isinstance(value, (list, tuple)):
-        return tuple(map(frozen, value))
+        return tuple(map(as_key, value))
     if isinstance(value, dict):
-        return tuple((name, frozen(item)) for name, item in value.items())
+        return tuple((name, as_key(item)) for name, item in value.items())
     if isinstance(value, slice):
-        return (slice, frozen(value.start), frozen(value.stop), frozen(value.step))
+        return (slice, as_key(value.start), as_key(value.stop), as_key(value.step))
     if isinstance(value, torch.Tensor):
         return int(value)
     return (type(value), value) if isinstance(value, (bool, float)) else value  # 1, 1.0 and True are equal
 
 
-def shape_of(func: Callable[..., Any], x: GlobalTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Shape:
+def result_shape(func: Callable[..., Any], x: GlobalTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Shape:
     """Return the shape of the result of torch's function of the whole x, or raise its error. It is asked once."""
-    key: Any = frozen(args)
+    key: Any = as_key(args)
 
     def make() -> Shape:
         given = map(_with_numbers, args, key)  # reading a global number again would send messages, not on all workers
         return tuple(func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *given, **kwargs).shape)
 
-    return x._context.keep(("shape", func, x.shape, x.dtype.is_complex, key, frozen(kwargs)), make)
+    return x._context.keep(("shape", func, x.shape, x.dtype.is_complex, key, as_key(kwargs)), make)
 
 
 def _with_numbers(value: Any, key: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from distdl.globals.layouts.context import Context
-from distdl.globals.moving.conversion import value_of
+from distdl.globals.moving.conversion import gather_blocks
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.derivatives import Keeping, is_checkpointed, keeps_graph
 from distdl.tensors.function import Function
@@ -83,7 +83,7 @@ class Apart:
         if len(everyone) > 1 and not comm.imagined:
             owned = self.context.whole((1,), self.worker)
             flag = torch.full(owned.local, float(failed), device=self.links[0].device)
-            if value_of(flag, owned, call).item():  # one message to each worker; a text takes several
+            if gather_blocks(flag, owned, call).item():  # one message to each worker; a text takes several
                 failure = broadcast_value(comm, everyone, call, self.worker, failure)
         raise_failure(failure, call, self.worker)
 

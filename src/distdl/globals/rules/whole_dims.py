@@ -9,7 +9,7 @@ import torch
 
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.layouts.spreading import pencils
-from distdl.globals.moving.alignment import moved
+from distdl.globals.moving.alignment import block_in
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import map_tensors
 from distdl.tensors.connection import no_view, zeros_on
@@ -25,7 +25,7 @@ def along_whole(func: Callable[[torch.Tensor], Any], x: GlobalTensor, dims: Sequ
             any extent, along the other dims it has that of the block.
     """
     layout = pencils(x._layout, dims)
-    context, block = layout.context, moved(x, layout, name)
+    context, block = layout.context, block_in(x, layout, name)
     filled = block.numel() > 0
     if not filled:
         block = zeros_on(block, [n if dim in dims else 1 for dim, n in enumerate(layout.extents)])

@@ -17,7 +17,7 @@ import torch
 from distdl.geometry.boxes import Interval, Shape
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.layouts.spreading import SPACIOUS, Labels, Spread, spread_of
-from distdl.globals.moving.alignment import check_dense, moved_block, moved_blocks
+from distdl.globals.moving.alignment import check_dense, redistribute_block, redistribute_blocks
 from distdl.globals.rules.applying import autocast_dtype
 from distdl.globals.tensor.entering import entered
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -74,7 +74,7 @@ class Need:
     def __call__(self, operand: Any, context: Context, name: str) -> torch.Tensor:
         """Return this worker's part of an operand."""
         block = self.given(operand, context)
-        return block if self.moves is None else moved_block(block, *self.moves, name).reshape(self.arrives)
+        return block if self.moves is None else redistribute_block(block, *self.moves, name).reshape(self.arrives)
 
     def given(self, operand: Any, context: Context) -> torch.Tensor:
         """Return this worker's part of an operand, or its block, if that has to be redistributed to become the part."""
@@ -169,7 +169,7 @@ class Work:
         """Return this worker's part of each operand. All messages travel at the same time."""
         found = [need.given(one, self.context) for need, one in zip(self.needs, operands, strict=True)]
         moving = [(place, need.moves) for place, need in enumerate(self.needs) if need.moves is not None]
-        blocks = moved_blocks([(found[place], *moves) for place, moves in moving], name)
+        blocks = redistribute_blocks([(found[place], *moves) for place, moves in moving], name)
         for (place, _), block in zip(moving, blocks, strict=True):
             found[place] = block.reshape(self.needs[place].arrives)
         return found
@@ -218,7 +218,7 @@ class Work:
         """Return the global result of what this worker has computed; partial sums are added up."""
         if self.summed:
             y = y.reshape(self.entries.local)
-            y = moved_block(y, self.entries, self.gathered, name)
+            y = redistribute_block(y, self.entries, self.gathered, name)
             if self.result.active:
                 y = y.sum(tuple(range(self.summed)), dtype=y.dtype)
             y = y.reshape(self.result.local)
@@ -266,7 +266,7 @@ def work_on(
     return context.keep(key, lambda: Work(context, described, labels, out, adds, lead, whole))
 
 
-def checked(func: Callable[..., Any], operands: Sequence[Any], *rest: Any, compares: bool = False) -> None:
+def check_shapes(func: Callable[..., Any], operands: Sequence[Any], *rest: Any, compares: bool = False) -> None:
     """Let torch check the shapes of whole operands, once for each combination.
 
     Args:

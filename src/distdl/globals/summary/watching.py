@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
 from distdl.globals.layouts.context import KnownLayout
-from distdl.globals.moving.writes_into_plain import why_not
+from distdl.globals.moving.writes_into_plain import why_not_global
 from distdl.globals.rules.fallback import Fallbacks
 from distdl.globals.summary.results import GRADIENTS, Rehearsal, Row
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -215,7 +215,7 @@ def _become_meta(table: torch.Tensor) -> None:
     A tensor stays as it is, and the write goes into a copy, if it was not made in the rehearsal, if it is a view of a
     tensor that has other names, or if an autograd node refers to it.
     """
-    shared = table._is_view() and why_not(table)
+    shared = table._is_view() and why_not_global(table)
     if table.is_meta or not hasattr(table, _MADE_HERE) or table.layout is not torch.strided or shared:
         return
     with suppress(RuntimeError), torch._C.DisableTorchFunctionSubclass():

@@ -26,7 +26,7 @@ class Memory:
         family: weak references to all memories that would be one in torch; None while there is only this one.
         placed: whether the strides and offsets of the tensors here say where they lie in torch's memory.
         fixed: why nothing may be written here; empty if it may.
-        buffers: those of the family that are buffers or parameters of a model; see :func:`note_settled`.
+        buffers: those of the family that are buffers or parameters of a model; see :func:`note_stored`.
         writes: how many functions have written here.
         has_plain_views: whether a view was made without gradients.
     """
@@ -78,11 +78,11 @@ class Memory:
         with torch.inference_mode(block.is_inference()):  # a tensor that is made in inference mode has no counter
             self._block = block.detach()  # shares the counter of the block, also once its data is another
             self._block.data = self._block.new_empty(0)
-        self._known = writes_of(self._block)
+        self._known = count_of_writes(self._block)
 
     def _find_unnoted_writes(self) -> None:
         """Outdate the members beside each block that a function has written past this library."""
-        for one in [one for one in self._members() if writes_of(one._block) != one._known]:
+        for one in [one for one in self._members() if count_of_writes(one._block) != one._known]:
             one._outdate_others(None, "a function of a block (to_local) or of a buffer that was set to this tensor")
 
     def _outdate_others(self, region: Region | None, name: str) -> None:
@@ -92,7 +92,7 @@ class Memory:
         """
         why = _INTO_COPY
         for one in self._members():
-            one._known = writes_of(one._block)
+            one._known = count_of_writes(one._block)
             if one is self:
                 why = _INTO_BASE
             elif all(region != known for known, _ in one._outdated):
@@ -130,20 +130,20 @@ _SETTLED = (
 )
 
 
-def writes_of(x: torch.Tensor) -> int:
+def count_of_writes(x: torch.Tensor) -> int:
     """Return how often the memory of a plain tensor was written; 0 in inference mode, where torch does not count."""
     return 0 if x.is_inference() else x._version
 
 
-def data_given(x: GlobalTensor) -> int:
+def times_data_set(x: GlobalTensor) -> int:
     """Return how often ``x.data = ...`` has replaced the data of a tensor, which torch does not count."""
     given: int = x.__dict__.get("_given", 0)
     return given
 
 
-def note_given(x: GlobalTensor) -> None:
+def note_data_set(x: GlobalTensor) -> None:
     """Count that ``x.data = ...`` has replaced the data of x."""
-    x.__dict__["_given"] = data_given(x) + 1
+    x.__dict__["_given"] = times_data_set(x) + 1
 
 
 def memory_of(x: GlobalTensor) -> Memory:
@@ -169,7 +169,7 @@ def note_copied(x: GlobalTensor, y: GlobalTensor, placed: bool = True) -> None:
     y._memory = own
 
 
-def note_settled(x: GlobalTensor, whole: torch.Tensor) -> None:
+def note_stored(x: GlobalTensor, whole: torch.Tensor) -> None:
     """Note that a buffer or a parameter was set to x, and became the plain tensor ``whole``: x is read-only then."""
     source, own = memory_of(x), Memory()
     own.join(whole, source, x._block)
@@ -177,12 +177,12 @@ def note_settled(x: GlobalTensor, whole: torch.Tensor) -> None:
     source.fixed = _SETTLED
 
 
-def lies_alone(x: GlobalTensor) -> None:
+def note_new_memory(x: GlobalTensor) -> None:
     """Note that x has new memory, which it shares with no other tensor."""
     x.__dict__.pop("_memory", None)
 
 
-def lies_with(x: GlobalTensor, y: GlobalTensor) -> None:
+def note_same_memory(x: GlobalTensor, y: GlobalTensor) -> None:
     """Note that x lies in the memory of y from now on."""
     x._memory = memory_of(y)
 
@@ -209,7 +209,7 @@ _PART_ASSIGNMENT = "an assignment to a part"  # the functions that write the par
 _WRITE_EXPANDED = frozenset(["fill_", "zero_", "masked_fill_", _PART_ASSIGNMENT, "fill_diagonal_"])
 
 
-def check_written(x: GlobalTensor, name: str = "") -> None:
+def check_writable(x: GlobalTensor, name: str = "") -> None:
     """Raise torch's RuntimeError if a function would write an expanded tensor, and torch does not let this one do so.
 
     Torch sees it in a block only if the block has several elements in one place. Here every worker raises.
@@ -223,13 +223,13 @@ def check_written(x: GlobalTensor, name: str = "") -> None:
 
 
 def write_back(x: GlobalTensor, y: GlobalTensor, name: str) -> GlobalTensor:
-    """Copy y, the result of a function that writes into x in torch, into x. Returns x. See :func:`check_apart`."""
-    check_apart(x, name)
+    """Copy y, the result of a function that writes into x in torch, into x. Returns x. See :func:`check_no_overlap`."""
+    check_no_overlap(x, name)
     x.copy_(y)
     return x
 
 
-def check_apart(x: GlobalTensor, name: str) -> None:
+def check_no_overlap(x: GlobalTensor, name: str) -> None:
     """Raise RuntimeError if x is made of windows that overlap, so that several of its elements lie in one place.
 
     Torch's function would read elements that it has written before, so its result depends on the order.
@@ -245,11 +245,11 @@ def check_apart(x: GlobalTensor, name: str) -> None:
 def note_written(x: GlobalTensor, name: str) -> None:
     """Note that a function has written x, or may have, for it returned x. Raises RuntimeError if x must not be written.
 
-    See :func:`check_written` and ``Memory.fixed``.
+    See :func:`check_writable` and ``Memory.fixed``.
     """
     note_requires(x)
     if "_strides" in x.__dict__:
-        check_written(x, name)
+        check_writable(x, name)
     memory: Memory | None = x.__dict__.get("_memory")
     if memory is not None:
         memory.writes += 1

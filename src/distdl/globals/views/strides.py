@@ -46,7 +46,7 @@ def note_strides(x: GlobalTensor, y: GlobalTensor, view: View) -> None:
     before: Shape = x.__dict__.get("_strides", ())
 
     def after() -> tuple[Shape, int]:
-        seen = view.of(blank(x.shape, before))
+        seen = view.of(meta_tensor(x.shape, before))
         return strides_if(seen), int(seen.storage_offset())
 
     strides, offset = x._context.keep(("strides", x.shape, before, view.key), after)
@@ -85,7 +85,7 @@ def keep_order(operands: Sequence[Any], y: Any, function: Callable[..., Any]) ->
     places = tuple((one.shape, _steps(one)) for one in given if one.dim())
 
     def summed() -> Shape:
-        wholes = [blank(*place) for place in places]
+        wholes = [meta_tensor(*place) for place in places]
         return strides_if(reduce(torch.add, wholes, wholes[0]))
 
     made: Sequence[Any] = (y,) if isinstance(y, torch.Tensor) else y
@@ -108,13 +108,13 @@ def note_format(x: GlobalTensor, y: GlobalTensor, wanted: torch.memory_format) -
         )
 
 
-def lies_in(x: GlobalTensor, wanted: torch.memory_format, function: Callable[..., Any]) -> bool:
+def has_format(x: GlobalTensor, wanted: torch.memory_format, function: Callable[..., Any]) -> bool:
     """Whether x has a memory format already, so that torch's ``contiguous`` or ``to`` returns x itself."""
     strides = strides_of(x)
     name = "contiguous" if function.__name__ == "contiguous" else "to"
 
     def try_it() -> bool:
-        whole = blank(x.shape, strides)
+        whole = meta_tensor(x.shape, strides)
         return getattr(whole, name)(memory_format=wanted) is whole
 
     if not strides and wanted is torch.contiguous_format:
@@ -128,7 +128,7 @@ def is_copied(x: GlobalTensor, shape: Shape) -> bool:
 
     def try_it() -> bool:
         try:
-            blank(x.shape, strides).view(shape)
+            meta_tensor(x.shape, strides).view(shape)
         except RuntimeError:
             return True
         return False
@@ -136,7 +136,7 @@ def is_copied(x: GlobalTensor, shape: Shape) -> bool:
     return bool(strides) and x._context.keep(("copied", x.shape, strides, shape), try_it)
 
 
-def of_memory(x: GlobalTensor, name: str, *args: Any, **kwargs: Any) -> Any:
+def call_on_meta(x: GlobalTensor, name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a method of the whole tensor that reads its shape or strides and no value. Raises what torch raises."""
     if name == "storage_offset":
         return offset_of(x)
@@ -147,12 +147,12 @@ def of_memory(x: GlobalTensor, name: str, *args: Any, **kwargs: Any) -> Any:
 def _on_meta(x: torch.Tensor) -> torch.Tensor:
     """Return a meta tensor of the shape, strides and dtype of x."""
     if type(x) is GlobalTensor:
-        return blank(x.shape, strides_of(x), x.dtype)
+        return meta_tensor(x.shape, strides_of(x), x.dtype)
     plain = plain_of(x)
     return torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device="meta")
 
 
-def blank(shape: Shape, strides: Shape, dtype: torch.dtype | None = None) -> torch.Tensor:
+def meta_tensor(shape: Shape, strides: Shape, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a meta tensor; ``()`` for strides means contiguous."""
     if not strides:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -25,7 +25,7 @@ from distdl.globals.functions.attention import shared_heads
 from distdl.globals.functions.number_arguments import with_numbers_at
 from distdl.globals.layouts.context import Context
 from distdl.globals.rules.applying import autocast_dtype, cast_to
-from distdl.globals.rules.work import Work, checked, work_on
+from distdl.globals.rules.work import Work, check_shapes, work_on
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.replicas import Replica, plain_of
 from distdl.globals.tensor.structures import tensors_in
@@ -156,7 +156,7 @@ def _placed(query: Any, key: Any, value: Any, groups: int) -> _Placed:
         context = next(one._context for one in given if type(one) is Replica)
         box = [(0, n) for n in query.shape[:3]]
         return _Placed(context, tuple(map(plain_of, given)), box, (*query.shape[:3], value.shape[3]), None)
-    checked(_check_shapes, given)
+    check_shapes(_check_shapes, given)
     work = work_on(given, _SHARED if groups > 1 else _LABELS, _RESULT, adds=False, lead=lead, whole=("f",))
     box = [work.mine(label) for label in _RESULT[:3]]
     return _Placed(work.context, work.parts(given, _NAME), box, work.partial, work)
