@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distdl.globals.functions.shapes import view_of, whole_along
+from distdl.globals.functions.shapes import view_of, with_whole_dims
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.rules.meta_checks import result_shape
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -61,7 +61,7 @@ def view_as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if offset_of(x) % 2:
         raise RuntimeError("Tensor must have a storage_offset divisible by 2")
     dims = x.dim()
-    y: GlobalTensor = whole_along(x, [dims - 1], "view_as_complex")
+    y: GlobalTensor = with_whole_dims(x, [dims - 1], "view_as_complex")
     layout: KnownLayout = y._layout
 
     def make() -> KnownLayout:

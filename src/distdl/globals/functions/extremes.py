@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.reductions import (
+    check_nonempty,
     dims_of,
-    gathered,
-    in_two_steps,
-    nonempty,
+    gather_entries,
+    reduce_and_merge,
     reduced_layout,
     reduced_shape,
     split_along,
-    summed,
+    sum_blocks,
     without_dims,
 )
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -34,7 +34,7 @@ def extreme(func: Any, input: Any, dim: Any = (), keepdim: bool = False) -> Any:
         _check_filled(input, func.__name__)
     dims = dims_of(input, dim)
     if input.is_complex() and not input.numel():  # torch takes complex numbers if the result is empty
-        nonempty(input, dims, func.__name__)
+        check_nonempty(input, dims, func.__name__)
         return input.sum(dims, keepdim)
     return extreme_over(input, dims, keepdim, func.__name__)
 
@@ -90,7 +90,7 @@ def extreme_over(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: st
         nan: the gradient where the result is nan. "nan": it is nan, as of ``amax``. "equal": the elements that are nan
             share it, as of ``max`` over all elements. "none": it is zero, as of a norm.
     """
-    nonempty(x, dims, name)
+    check_nonempty(x, dims, name)
     layout = x._layout
 
     def over(block: torch.Tensor) -> Any:
@@ -98,17 +98,17 @@ def extreme_over(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: st
 
     torch_differentiates = not split_along(layout, dims) and not (nan == "equal" and dims)
     if torch_differentiates or not (x.requires_grad and torch.is_grad_enabled()):
-        return in_two_steps(over, x, dims, keepdim, name)
+        return reduce_and_merge(over, x, dims, keepdim, name)
     block, least, shape = block_of(x), (1,) * x.dim(), reduced_shape(layout, dims)
     with torch.no_grad():
-        of_blocks = gathered(local(over, shape, (block, least)), layout, dims, name, everywhere=True)
+        of_blocks = gather_entries(local(over, shape, (block, least)), layout, dims, name, everywhere=True)
         value = local(over, shape, (of_blocks, least))
         ties = (block == value) | (block.isnan() & value.isnan()) if nan == "equal" else block == value
-        counts = gathered(ties.sum(dims, keepdim=True).to(block.dtype), layout, dims, name, everywhere=True)
+        counts = gather_entries(ties.sum(dims, keepdim=True).to(block.dtype), layout, dims, name, everywhere=True)
         counts = counts.sum(dims, keepdim=True)
         counts = counts.clamp_min(1) if nan == "none" else counts
         share = ties / counts if layout.active else ties.to(block.dtype)
-    y = summed((block * share).sum(dims, keepdim=True), layout, dims, name)
+    y = sum_blocks((block * share).sum(dims, keepdim=True), layout, dims, name)
     target = y._layout
     if not target.active:
         value = value.reshape(-1)[:0].reshape(target.local)
@@ -134,7 +134,7 @@ class ValueOf(Function):
 
 def _with_index(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: str) -> tuple[GlobalTensor, GlobalTensor]:
     """``max`` or ``min`` along one dim, and the first place of each. Without dims, a copy of x and zeros."""
-    nonempty(x, dims, name)
+    check_nonempty(x, dims, name)
     layout, block = x._layout, block_of(x)
     target = reduced_layout(layout, dims)
     if not dims:
@@ -147,7 +147,7 @@ def _with_index(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: str
     if split_along(layout, dims):
         if layout.active:
             indices = indices + layout.box[dim][0]
-        values, indices = (gathered(one, layout, dims, name) for one in (values, indices))
+        values, indices = (gather_entries(one, layout, dims, name) for one in (values, indices))
         values, places = _extreme_of_block(name, values, dim, target.local)
         indices = indices.gather(dim, places) if target.active and 0 not in target.local else places
     found = GlobalTensor._of(values, target), GlobalTensor._of(indices, target)
@@ -188,7 +188,7 @@ def _flat_place(x: GlobalTensor, keepdim: bool, name: str) -> GlobalTensor:
         strides = [prod(layout.extents[dim + 1 :]) for dim in dims]
         flat += sum((start + int(i)) * n for (start, _), i, n in zip(layout.box, own, strides, strict=True))
     if split_along(layout, dims):
-        values, flats = (gathered(one, layout, dims, name) for one in (value, flat))
+        values, flats = (gather_entries(one, layout, dims, name) for one in (value, flat))
         if target.active:
             best = getattr(values, "a" + name)()
             first = torch.where((values == best) | (values.isnan() & best.isnan()), flats, x.numel()).amin()

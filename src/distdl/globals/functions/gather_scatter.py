@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from distdl.globals.functions.shapes import expanded, whole_along
-from distdl.globals.functions.slicing import picked
+from distdl.globals.functions.shapes import expanded, with_whole_dims
+from distdl.globals.functions.slicing import index_by_tensors
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.moving.alignment import gather_global, local_block
 from distdl.globals.moving.writes_into_plain import split_beside, write_into_plain
@@ -53,7 +53,7 @@ def index_select(func: Any, input: Any, dim: int, index: Any) -> Any:
     check_range(plain, 0, input.shape[dim], lambda wrong: _line(input, dim).index_select(dim, wrong))
     cells: list[Any] = [None] * input.dim()
     cells[dim] = plain.reshape(-1)
-    return picked(input, cells)
+    return index_by_tensors(input, cells)
 
 
 def _lines_beside(layout: KnownLayout, dim: int, shape: Sequence[int]) -> KnownLayout:
@@ -101,10 +101,10 @@ def gather(func: Any, input: Any, dim: int, index: Any, *, sparse_grad: bool = F
     shape = [n if one != dim else input.shape[dim] for one, n in enumerate(index.shape)]
     input = _first_cells(input, shape)
     if type(input) is GlobalTensor:
-        input = whole_along(input, [dim], "gather")
+        input = with_whole_dims(input, [dim], "gather")
         needed = _lines_beside(input._layout, dim, index.shape)
         return GlobalTensor._of(block_of(input).gather(dim, local_block(index, needed, "gather")), needed)
-    index = whole_along(index, [dim], "gather")
+    index = with_whole_dims(index, [dim], "gather")
     lines = local_block(input, _lines_beside(index._layout, dim, shape), "gather")
     return GlobalTensor._of(lines.gather(dim, block_of(index)), index._layout)
 
@@ -144,7 +144,7 @@ def scatter(
     check_once(getattr(torch.Tensor, name), (input, dim, index, src, *rest), more)
     if isinstance(src, torch.Tensor):
         src = src.reshape(src.shape or (1,))  # torch takes a number for one index
-    y = whole_along(input, [dim % input.dim()], name)
+    y = with_whole_dims(input, [dim % input.dim()], name)
     shape = index.shape
     needed = _lines_beside(y._layout, dim % input.dim(), shape)
     index = local_block(index, needed, name)
@@ -185,7 +185,7 @@ def index_add(
     if func.__name__.startswith("index_fill"):
         return _fill_slices(func, input, dim, index, source)
     name = func.__name__.removesuffix("_")
-    y = whole_along(input, [dim], name)
+    y = with_whole_dims(input, [dim], name)
     source = local_block(source, _lines_beside(y._layout, dim, source.shape), name)
     block = block_of(y)
 

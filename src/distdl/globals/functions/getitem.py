@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from distdl.globals.functions.gather_scatter import with_global_input
-from distdl.globals.functions.masks import check_mask, check_value, chosen_by, is_number, written_by
+from distdl.globals.functions.masks import check_mask, check_value, is_number, select_by_mask, write_by_mask
 from distdl.globals.functions.shapes import expanded
-from distdl.globals.functions.slicing import check_cells, part, picked, together
+from distdl.globals.functions.slicing import check_index_bounds, index_by_tensors, part, together
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.moving.alignment import gather_global, local_block
 from distdl.globals.moving.writes_into_plain import split_beside, write_into_plain
@@ -159,9 +159,9 @@ def get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     masked = _at_mask(index, x)
     if masked is not None:
         rest, mask, at = masked
-        return chosen_by(part(x, rest), mask, at)
+        return select_by_mask(part(x, rest), mask, at)
     first, cells = _in_two(index, x.shape)
-    return picked(part(x, first), cells)
+    return index_by_tensors(part(x, first), cells)
 
 
 def _look_up(func: Callable[..., Any], x: torch.Tensor, index: tuple[Any, ...]) -> Any:
@@ -248,7 +248,7 @@ def _write_at(x: GlobalTensor, index: tuple[Any, ...], value: Any) -> None:
         y = part(x, rest)
         if at:
             y = y.movedim([at + dim for dim in range(mask.dim())], list(range(mask.dim())))
-        write_back(y, written_by(y, mask, value), "an assignment at a mask")
+        write_back(y, write_by_mask(y, mask, value), "an assignment at a mask")
         return
     first, cells = _in_two(index, x.shape)
     y = part(x, first)
@@ -267,7 +267,7 @@ def with_cells(x: GlobalTensor, cells: Sequence[torch.Tensor | None], value: Any
     """
     dims = [dim for dim, one in enumerate(cells) if one is not None]
     together(cells)  # raises torch's error
-    check_cells(x, dims, cells)
+    check_index_bounds(x, dims, cells)
     layout = x._layout
     tensors = torch.broadcast_tensors(*(cells[dim] for dim in dims))
     rows = _rows_of_value(x, dims, tensors[0].shape, value)
@@ -331,7 +331,7 @@ def index_put(func: Any, input: Any, indices: Any, values: Any, accumulate: bool
     masked = None if accumulate else _at_mask(index, input)
     first, cells = _in_two(index, input.shape)
     if masked is not None and not masked[2]:
-        y = written_by(input, masked[1], values)
+        y = write_by_mask(input, masked[1], values)
     else:
         y = with_cells(part(input, first), cells, values, accumulate)
         if y.dim() > input.dim():  # a bool has made a new dim

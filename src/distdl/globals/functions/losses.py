@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from distdl.globals.functions.pointwise import elementwise
-from distdl.globals.functions.reductions import summed, without_dims
+from distdl.globals.functions.reductions import sum_blocks, without_dims
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.moving.alignment import aligned
 from distdl.globals.rules.meta_checks import check_on_meta
@@ -70,7 +70,7 @@ def all_sum_of(number: torch.Tensor, layout: KnownLayout, name: str) -> GlobalTe
     if not layout.rulers:
         return GlobalTensor._of(number if layout.active else number.reshape(1)[:0], layout)
     dims = range(len(layout.rulers))
-    return without_dims(summed(number.reshape((1,) * len(dims)), layout, tuple(dims), name), tuple(dims))
+    return without_dims(sum_blocks(number.reshape((1,) * len(dims)), layout, tuple(dims), name), tuple(dims))
 
 
 def _unreduced(func: Any, tensors: Sequence[str]) -> Any:

@@ -78,7 +78,7 @@ def _selected_layout(layout: KnownLayout, mask: torch.Tensor) -> KnownLayout:
     return context.layout(layout.partition.workers, [along, *layout.intervals[1:]])
 
 
-def chosen_by(x: GlobalTensor, mask: GlobalTensor, at: int) -> GlobalTensor:
+def select_by_mask(x: GlobalTensor, mask: GlobalTensor, at: int) -> GlobalTensor:
     """Return ``x[:, ..., :, mask]``, where ``at`` dims stand in front of the mask. Collective.
 
     Raises: IndexError if the mask does not have the extents of the dims that it covers.
@@ -108,7 +108,7 @@ def check_mask(shape: Sequence[int], mask: torch.Tensor, at: int) -> None:
             )
 
 
-def written_by(x: GlobalTensor, mask: GlobalTensor, value: Any) -> GlobalTensor:
+def write_by_mask(x: GlobalTensor, mask: GlobalTensor, value: Any) -> GlobalTensor:
     """Return x with ``x[mask] = value`` done. The mask covers the first dims of x. x itself is not written.
 
     Args:
@@ -170,7 +170,7 @@ def masked_select(func: Any, input: Any, mask: Any) -> Any:
     x, mask = _expand_both(input, mask, shape)
     if not shape or x._context.comm.imagined:
         return NotImplemented
-    return chosen_by(x, mask, 0)
+    return select_by_mask(x, mask, 0)
 
 
 def _expand_both(x: Any, mask: Any, shape: Sequence[int]) -> tuple[GlobalTensor, GlobalTensor]:

@@ -11,11 +11,11 @@ import torch
 from distdl.globals.functions.extremes import extreme_over
 from distdl.globals.functions.reductions import (
     dims_of,
-    in_two_steps,
+    reduce_and_merge,
     reduced_shape,
     split_along,
-    summed,
-    total,
+    sum_blocks,
+    sum_over,
     without_dims,
 )
 from distdl.globals.moving.alignment import derivatives_of
@@ -46,10 +46,10 @@ def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype:
     check_dtype(lambda one: torch.linalg.vector_norm(one.flatten().repeat(2), p), x)
     if p and 0 in [x.shape[one] for one in dims]:
         result_shape(torch.linalg.vector_norm, x, (p, dims, keepdim), {})  # raises torch's error
-        return total(x.real if x.is_complex() else x, dims, keepdim)
+        return sum_over(x.real if x.is_complex() else x, dims, keepdim)
     if split_along(x._layout, dims):
         return _norm_over_split(x, p, dims, keepdim)
-    return in_two_steps(lambda block: _norm(block, p, dims, None), x, dims, keepdim, "norm")
+    return reduce_and_merge(lambda block: _norm(block, p, dims, None), x, dims, keepdim, "norm")
 
 
 def _norm_over_split(x: Any, p: float, dims: tuple[int, ...], keepdim: bool) -> Any:
@@ -57,7 +57,7 @@ def _norm_over_split(x: Any, p: float, dims: tuple[int, ...], keepdim: bool) -> 
     if p in (0, 1):
         shape = reduced_shape(x._layout, dims)
         norms = local(lambda block: _norm(block, p, dims, None), shape, (block_of(x), (1,) * x.dim()))
-        y = summed(norms, x._layout, dims, "norm")
+        y = sum_blocks(norms, x._layout, dims, "norm")
         return y if keepdim else without_dims(y, dims)
     if p in (inf, -inf):
         return extreme_over(x.abs(), dims, keepdim, "amax" if p > 0 else "amin", nan="none")
@@ -69,7 +69,7 @@ def _norm_over_split(x: Any, p: float, dims: tuple[int, ...], keepdim: bool) -> 
         y: torch.Tensor = of_norms(norms, p, dims, None)
         return y.to(dtype)
 
-    return in_two_steps(lambda block: of_block(block, p, dims, wide), x, dims, keepdim, "norm", merge)
+    return reduce_and_merge(lambda block: of_block(block, p, dims, wide), x, dims, keepdim, "norm", merge)
 
 
 def _norm(x: torch.Tensor, p: float, dims: Sequence[int], wide: torch.dtype | None) -> torch.Tensor:

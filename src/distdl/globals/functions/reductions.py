@@ -74,7 +74,7 @@ def without_dims(x: GlobalTensor, dims: Sequence[int]) -> GlobalTensor:
     return GlobalTensor._of(block_of(x).reshape(target.local), target)
 
 
-def summed(block: torch.Tensor, layout: KnownLayout, dims: Sequence[int], name: str) -> GlobalTensor:
+def sum_blocks(block: torch.Tensor, layout: KnownLayout, dims: Sequence[int], name: str) -> GlobalTensor:
     """Add up the results of blocks along dims, and return them as a global tensor in the reduced layout.
 
     Args:
@@ -131,7 +131,7 @@ def _with_listed_dims(handler: Callable[..., Any]) -> Handler:
 @handles("sum", "torch Tensor")
 @_with_listed_dims
 def sum_(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return total(input, dim, keepdim, dtype)
+    return sum_over(input, dim, keepdim, dtype)
 
 
 @handles("mean", "torch Tensor")
@@ -143,21 +143,21 @@ def mean(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype
     if not (wanted.is_floating_point or wanted.is_complex):
         torch.zeros(1, dtype=input.dtype).mean(dtype=dtype)  # raises torch's error
     half = wanted in HALVES
-    y: GlobalTensor = total(input, dims, keepdim, torch.float32 if half else dtype)
+    y: GlobalTensor = sum_over(input, dims, keepdim, torch.float32 if half else dtype)
     y = y / prod(input.shape[one] for one in dims)
     return y.to(wanted) if half else y
 
 
-def total(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> GlobalTensor:
+def sum_over(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> GlobalTensor:
     """The sum over dims; over all for None. Half precision is added up in float32 and rounded once, as in torch."""
     dims, block = dims_of(x, dim), block_of(x)
     check_dtype(lambda one: one.sum(dtype=dtype), x)
     if (dtype or x.dtype) in HALVES:
         rounded = block.new_zeros(()).sum(dtype=dtype).dtype  # float32 under some autocasts
-        return total(x, dims, keepdim, torch.float32).to(rounded)
+        return sum_over(x, dims, keepdim, torch.float32).to(rounded)
     if not x.dim():  # a new tensor on every worker; cumsum gives a block without cells the dtype of a sum
         return GlobalTensor._of(block.sum(dtype=dtype) if x._layout.active else block.cumsum(0, dtype=dtype), x._layout)
-    y = summed(block.sum(dims, keepdim=True, dtype=dtype), x._layout, dims, "sum")
+    y = sum_blocks(block.sum(dims, keepdim=True, dtype=dtype), x._layout, dims, "sum")
     return y if keepdim else without_dims(y, dims)
 
 
@@ -174,7 +174,7 @@ def reduced_shape(layout: KnownLayout, dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(1 if dim in dims else extent for dim, extent in enumerate(layout.local))
 
 
-def gathered(
+def gather_entries(
     entries: torch.Tensor, layout: KnownLayout, dims: Sequence[int], name: str, everywhere: bool = False, kinds: int = 0
 ) -> torch.Tensor:
     """Gather the entries of blocks along dims.
@@ -227,7 +227,7 @@ def gathered(
     return y
 
 
-def in_two_steps(
+def reduce_and_merge(
     func: Callable[[torch.Tensor], torch.Tensor],
     x: GlobalTensor,
     dims: Sequence[int],
@@ -245,12 +245,12 @@ def in_two_steps(
     block = local(func, reduced_shape(layout, dims), (block_of(x), least))
     target = reduced_layout(layout, dims)
     if split_along(layout, dims):
-        block = local(merge or func, target.local, (gathered(block, layout, dims, name), least))
+        block = local(merge or func, target.local, (gather_entries(block, layout, dims, name), least))
     y = GlobalTensor._of(block, target)
     return y if keepdim else without_dims(y, dims)
 
 
-def nonempty(x: GlobalTensor, dims: Sequence[int], name: str) -> None:
+def check_nonempty(x: GlobalTensor, dims: Sequence[int], name: str) -> None:
     """Raises: IndexError, as torch does, for a dim of extent 0, in which there is no element to choose."""
     for dim in dims:
         if x.shape[dim] == 0:
@@ -270,8 +270,8 @@ def product(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dt
 
     wanted = dtype or (input.dtype if input.is_floating_point() or input.is_complex() else torch.int64)
     if 0 in [input.shape[one] for one in dims]:
-        return total(input, dims, keepdim, wanted) + 1
-    return in_two_steps(over, input.to(wanted), dims, keepdim, "prod")
+        return sum_over(input, dims, keepdim, wanted) + 1
+    return reduce_and_merge(over, input.to(wanted), dims, keepdim, "prod")
 
 
 @handles("any all", "torch Tensor")
@@ -280,7 +280,7 @@ def truth(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """Whether any or all elements are not zero, by a count. An empty list of dims reduces none here, as in torch."""
     y: Any = input != 0
     if not isinstance(dim, (tuple, list)) or dim:
-        count = total(y if func.__name__ == "any" else ~y, dim, keepdim)
+        count = sum_over(y if func.__name__ == "any" else ~y, dim, keepdim)
         y = (count != 0) if func.__name__ == "any" else (count == 0)
     return y.to(torch.uint8) if input.dtype == torch.uint8 else y
 
@@ -300,7 +300,7 @@ def truth_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 @handles("count_nonzero", "torch Tensor")
 @_with_listed_dims
 def count_nonzero(func: Any, input: Any, dim: Any = None) -> Any:
-    return total(input.detach() != 0, dim)
+    return sum_over(input.detach() != 0, dim)
 
 
 @handles("nansum nanmean", "torch Tensor")
@@ -311,6 +311,6 @@ def without_nan(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *
     if not (input.is_floating_point() or input.is_complex()):
         return input.sum(dim, keepdim, dtype=dtype)
     valid = ~input.detach().isnan()
-    y = total(input.masked_fill(~valid, 0), dim, keepdim, dtype)
+    y = sum_over(input.masked_fill(~valid, 0), dim, keepdim, dtype)
     y = y.to(input.dtype) if dtype is None else y  # autocast casts sums, but not this function
-    return y / total(valid, dim, keepdim) if func.__name__ == "nanmean" else y
+    return y / sum_over(valid, dim, keepdim) if func.__name__ == "nanmean" else y

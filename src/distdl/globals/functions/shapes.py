@@ -58,7 +58,7 @@ def view_of(
     return y
 
 
-def whole_along(x: GlobalTensor, dims: Sequence[int], name: str) -> GlobalTensor:
+def with_whole_dims(x: GlobalTensor, dims: Sequence[int], name: str) -> GlobalTensor:
     """Redistribute a tensor so that the given dims are whole; other dims are split further instead."""
     needed = pencils(x._layout, dims)
     return x if needed is x._layout else GlobalTensor._of(block_in(x, needed, name), needed)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl.geometry.boxes import Interval, Intervals
-from distdl.globals.functions.shapes import view_of, whole_along
+from distdl.globals.functions.shapes import view_of, with_whole_dims
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.rules.meta_checks import as_key, result_shape
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -108,7 +108,7 @@ def _steps(index: tuple[Any, ...], dims: int) -> list[Any]:
     return found
 
 
-def picked(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTensor:
+def index_by_tensors(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTensor:
     """Index a tensor by index tensors. Their dims become whole.
 
     Args:
@@ -117,8 +117,8 @@ def picked(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTenso
     """
     dims = [dim for dim, one in enumerate(cells) if one is not None]
     shape = together(cells)
-    check_cells(x, dims, cells)
-    y = whole_along(x, dims, "indexing")
+    check_index_bounds(x, dims, cells)
+    y = with_whole_dims(x, dims, "indexing")
     layout, context = y._layout, y._context
 
     def make() -> KnownLayout:
@@ -156,7 +156,7 @@ def together(cells: Sequence[torch.Tensor | None]) -> torch.Size:
         ) from None
 
 
-def check_cells(x: GlobalTensor, dims: Sequence[int], cells: Sequence[Any]) -> None:
+def check_index_bounds(x: GlobalTensor, dims: Sequence[int], cells: Sequence[Any]) -> None:
     """Check the bounds of index tensors, because a worker without cells does not call torch's function.
 
     Raises: IndexError, on every worker, for an index beyond the tensor. As in torch, not if there is nothing to pick.

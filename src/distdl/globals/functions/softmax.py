@@ -13,11 +13,11 @@ import torch
 
 from distdl.globals.functions.reductions import (
     dims_of,
-    gathered,
+    gather_entries,
     reduced_layout,
     reduced_shape,
     split_along,
-    total,
+    sum_over,
     without_dims,
 )
 from distdl.globals.rules.meta_checks import check_dtype
@@ -48,7 +48,7 @@ def _exponential_sums(
         top = one.detach().amax(dims, keepdim=True)
         return torch.stack([top, (one - shift(top)).exp().sum(dims, keepdim=True)])
 
-    states = gathered(local(measure, (2, *shape), (block, least)), layout, dims, name, everywhere, kinds=2)
+    states = gather_entries(local(measure, (2, *shape), (block, least)), layout, dims, name, everywhere, kinds=2)
     if not (layout.active if everywhere else reduced_layout(layout, dims).active):
         return states[0], states[1]
     tops, sums = states
@@ -102,7 +102,7 @@ def logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
         # raises torch's error: torch takes no dims for all dims, and then fails without keepdim
         func(torch.zeros((1,) * x.dim(), dtype=x.dtype), dim, keepdim)
     if not prod(x.shape[one] for one in dims):
-        return total(x, dims, keepdim) - inf
+        return sum_over(x, dims, keepdim) - inf
     if x.is_complex() and split_along(layout, dims):
         top = x.real.detach().amax(dims, True)
         top = top.masked_fill(top.isinf(), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distdl.globals.functions.shapes import view_of, whole_along
+from distdl.globals.functions.shapes import view_of, with_whole_dims
 from distdl.globals.functions.slicing import part
 from distdl.globals.layouts.context import KnownLayout
 from distdl.globals.rules.meta_checks import result_shape
@@ -27,7 +27,7 @@ def windows(func: Any, self: Any, dimension: int, size: int, step: int) -> Any:
     if size == step and len(self._layout.intervals[dim]) > 1:
         kept: Any = part(self, [*[slice(None)] * dim, slice(0, count * size)])
         return kept.unflatten(dim, (count, size)).movedim(dim + 1, -1)
-    x = whole_along(self, [dim], "unfold")
+    x = with_whole_dims(self, [dim], "unfold")
     layout, context = x._layout, x._context
 
     def make() -> KnownLayout:
@@ -62,7 +62,7 @@ def im2col(func: Any, input: Any, kernel_size: Any, dilation: Any = 1, padding: 
         columns = kept.reshape(b, c, i, k, j, m).permute(0, 1, 3, 5, 2, 4)
         moves = (i > 1 and k * m > 1) or (j > 1 and m > 1)
         return (columns if moves else columns.clone()).reshape(shape)  # in torch never a view
-    x = whole_along(input, [2, 3], "unfold")
+    x = with_whole_dims(input, [2, 3], "unfold")
     layout, context = x._layout, x._context
     cells = kernel[0] * kernel[1]
 
@@ -97,7 +97,7 @@ def col2im(
     kernel = _pair(kernel_size)
     cells = kernel[0] * kernel[1]
     b, _, count = input.shape
-    x: GlobalTensor = whole_along(input.reshape(b, shape[1], cells, count), [2, 3], "fold")
+    x: GlobalTensor = with_whole_dims(input.reshape(b, shape[1], cells, count), [2, 3], "fold")
     layout, context = x._layout, x._context
 
     def make() -> KnownLayout:

@@ -9,11 +9,11 @@ import torch
 
 from distdl.globals.functions.reductions import (
     dims_of,
-    gathered,
+    gather_entries,
     reduced_layout,
     reduced_shape,
     split_along,
-    total,
+    sum_over,
     without_dims,
 )
 from distdl.globals.layouts.context import KnownLayout
@@ -43,7 +43,7 @@ def moments(x: Any, dim: Any, keepdim: bool, unbiased: Any, correction: Any) -> 
     less = (1 if unbiased is None else int(bool(unbiased))) if correction is None else correction
     count = prod(x.shape[one] for one in dims)
     if not count:
-        nothing: Any = total(x, dims, keepdim) * torch.nan
+        nothing: Any = sum_over(x, dims, keepdim) * torch.nan
         return nothing.real if x.is_complex() else nothing, nothing
     target = reduced_layout(layout, dims)
     if not split_along(layout, dims):
@@ -87,7 +87,7 @@ def _merge_moments(
 
     states = local(measure, (2, *reduced_shape(layout, dims)), (block_of(x), (1,) * x.dim()))
     cells = _cell_counts(layout, dims)
-    states = gathered(states, layout, dims, "var", kinds=2)
+    states = gather_entries(states, layout, dims, "var", kinds=2)
     if target.active:
         mean, squares = states
         n = cells.on(states.device).to(states.dtype)
