@@ -16,6 +16,7 @@ from distdl.globals import (
 from distdl.globals.summary import suggest, summary
 from distdl.nn.checking import check
 from distdl.partition import CartesianPartition, Partition
+from distdl.programs import compile
 from distdl.tracing import trace
 from distdl.transport.communicator import CommunicationError
 from distdl.verification import verify
@@ -36,6 +37,7 @@ __all__ = [
     "backend",
     "backends",
     "check",
+    "compile",
     "data",
     "distribute",
     "distribute_tensor",

@@ -11,7 +11,7 @@ import distdl
 SOURCE = Path(distdl.__file__).parent
 FOLDERS = [
     "environment", "geometry", "tensors", "transport", "partition", "plan", "agreement", "exchange", "backends",
-    "workers", "ops", "nn", "globals", "drawing", "checkpoint", "data", "amp",
+    "workers", "ops", "nn", "globals", "programs", "drawing", "checkpoint", "data", "amp",
     "verification", "tracing", "commands",
 ]  # fmt: skip
 # the rooms of globals: a file in a room imports only from the rooms before it; the files in no room put them together

@@ -21,6 +21,7 @@ from distdl.tensors.dtypes import carries_gradients
 from distdl.tensors.function import TransformError
 from distdl.tensors.memory import is_channels_last, readable
 from distdl.tensors.modes import unobserved
+from distdl.tensors.recorders import here
 from distdl.transport.calls import LARGEST, LAST_TAG, Begun
 from distdl.transport.communicator import Communicator, Group, Pending, check_group
 from distdl.transport.label import Label
@@ -190,6 +191,9 @@ class Operator:
 
         Raises: TransformError inside a transform of ``torch.func``.
         """
+        if here.recorder is not None:
+            begun: tuple[torch.Tensor, Pending] = here.recorder.begin(self.begin, (x,))
+            return begun
         if torch._C._are_functorch_transforms_active():
             raise TransformError
         if type(x) is not torch.Tensor or x.is_conj() or x.is_neg() or x._is_zerotensor():

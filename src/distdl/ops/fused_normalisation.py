@@ -30,9 +30,10 @@ import torch
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Shape
 from distdl.ops.moments import Moments
-from distdl.ops.rows import Rows
+from distdl.ops.rows import Rows, centred, measure, on_rows
 from distdl.tensors.function import Function, gradients_of
 from distdl.tensors.memory import empty
+from distdl.tensors.recorders import Held
 
 Note = Callable[[torch.Tensor], None] | None
 
@@ -102,27 +103,25 @@ class _Normalise(Function):
         ctx.fused, ctx.began = fused, fused.gather.history
         if not x.numel():
             fused.moments(None, x, note)
-            ctx.save_for_backward(x, None, None, None, *weights)
+            ctx.save_for_backward(x, None, None, *weights)
             return empty(fused.own, x.dtype, x)
         block = rows.of_block(x)
         y = rows.result(block, fused.own)
-        entries, far = rows.measure(block)
+        entries, far = measure(rows, block)
         found = fused.moments(entries, x, note)
         *_, variance = means = rows.spread(found, rows.own, x.dtype)
-        mean, centre = means[0] if rows.centred else torch.zeros_like(variance), None
-        if far:
-            centre = mean
-            block = rows.less(block, centre)
-            (mean,) = rows.spread(found[0] - found[0].to(x.dtype), rows.own, x.dtype)
-        ctx.save_for_backward(x, mean, variance, centre, *weights)
+        mean = means[0] if rows.centred else torch.zeros_like(variance)
+        mean, ctx.centre = centred(rows, found, mean, far)
+        ctx.save_for_backward(x, mean, variance, *weights)
         weight, bias = [*map(rows.of_weight, weights), None, None][:2]
-        rows.apply(block, (mean, variance, fused.eps), weight, bias, rows.beside(block, y))
+        seen = rows.beside(block, y)
+        on_rows(Rows.apply, rows, block, ctx.centre, ((mean, variance, fused.eps), weight, bias, seen))
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         # before any message, as this is where a checkpoint recomputes its forward
-        x, mean, variance, centre, *weights = ctx.saved_tensors
+        x, mean, variance, *weights = ctx.saved_tensors
         fused: Fused = ctx.fused
         anchored = torch.zeros(0, device=x.device) if ctx.needs_input_grad[2] else None
         if fused.moves or torch.is_grad_enabled():
@@ -134,9 +133,8 @@ class _Normalise(Function):
                 fused.averages(None, x)
             return None, None, anchored, torch.empty_like(x), *map(torch.zeros_like, weights)
         block = fused.rows.of_block(x)
-        if centre is not None:
-            block = fused.rows.less(block, centre)
-        dx, dweights = _derivatives(fused, block, fused.rows.beside(block, dy), mean, variance, weights)
+        seen = fused.rows.beside(block, dy)
+        dx, dweights = _derivatives(fused, block, ctx.centre, seen, mean, variance, weights)
         if dx is not None:
             dx = fused.rows.to_block(dx, x.shape)
         return None, None, anchored, dx, *[one.reshape(w.shape) for one, w in zip(dweights, weights, strict=False)]
@@ -145,6 +143,7 @@ class _Normalise(Function):
 def _derivatives(
     fused: Fused,
     x: torch.Tensor,
+    centre: Held,
     dy: torch.Tensor,
     mean: torch.Tensor,
     variance: torch.Tensor,
@@ -160,9 +159,9 @@ def _derivatives(
     weight = rows.of_weight(weights[0]) if weights else None
     dweights: list[torch.Tensor] = []
     if rows.inner and weight is not None:
-        sums, dweights = rows.weighted_sums(x, dy, mean, inverse, weight)
+        sums, dweights = on_rows(Rows.weighted_sums, rows, x, centre, (dy, mean, inverse, weight))
     else:
-        sums = rows.sums(x, dy, (mean, variance, eps))
+        sums = on_rows(Rows.sums, rows, x, centre, (dy, (mean, variance, eps)))
         if weight is not None:
             dweights = [*rows.gathered(sums, rows.row, x.dtype).unbind()]
             sums, scale = sums * weight, inverse * weight
@@ -173,8 +172,8 @@ def _derivatives(
     averages = fused.averages(rows.gathered(sums, rows.own, torch.float64), x)
     factors = [scale, *(one.mul_(inverse) for one in rows.spread(averages, rows.own, x.dtype))]
     if rows.inner and weight is not None:
-        return rows.weighted_gradient(x, dy, weight, mean, factors), dweights
-    return rows.gradient(x, dy, (mean, variance, eps), factors), dweights
+        return on_rows(Rows.weighted_gradient, rows, x, centre, (dy, weight, mean, factors)), dweights
+    return on_rows(Rows.gradient, rows, x, centre, (dy, (mean, variance, eps), factors)), dweights
 
 
 def _differentiably(

@@ -25,6 +25,7 @@ from distdl.geometry.boxes import Shape
 from distdl.geometry.edges import Crop, Line
 from distdl.geometry.transposed import TransposedLine
 from distdl.tensors.function import Function, gradients_of
+from distdl.tensors.modes import is_seen
 
 Lines = Sequence[Line | TransposedLine]
 
@@ -193,7 +194,7 @@ class Kernel:
         if cells < least[0] or cells * weight.numel() < least[1] or prod(kernel) <= stride:
             return False
         there = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
-        return there and not torch._C._len_torch_dispatch_stack()
+        return there and not is_seen()
 
 
 class _Recorded(Function):

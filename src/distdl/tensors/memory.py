@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.environment import recycled_memory, tunes_malloc
+from distdl.tensors.recorders import as_one_call
 
 SMALLEST = 1 << 20  # bytes; below, the allocator of torch keeps its pages by itself
 
@@ -113,14 +114,19 @@ def empty(
     """
     nbytes = prod(shape) * dtype.itemsize
     if SMALLEST <= nbytes <= pool.limit and (beside is None or beside.device.type == "cpu"):
-        # the storage ends where the tensor does, for what is saved of a tensor is all of its storage
-        storage = torch.frombuffer(pool.take(nbytes), dtype=torch.uint8, count=nbytes).untyped_storage()
-        # set_, because a view could not be written in place once an autograd Function has returned it
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), _strides(shape, channels_last))
+        return _recycled(nbytes, tuple(shape), dtype, channels_last)
     device = "cpu" if beside is None else beside.device
     if channels_last:
         return torch.empty(shape, dtype=dtype, device=device, memory_format=_CHANNELS_LAST[len(shape)])
     return torch.empty(shape, dtype=dtype, device=device) if beside is None else beside.new_empty(shape, dtype=dtype)
+
+
+@as_one_call
+def _recycled(nbytes: int, shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
+    # the storage ends where the tensor does, for what is saved of a tensor is all of its storage
+    storage = torch.frombuffer(pool.take(nbytes), dtype=torch.uint8, count=nbytes).untyped_storage()
+    # set_, because a view could not be written in place once an autograd Function has returned it
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, _strides(shape, channels_last))
 
 
 @cache

@@ -32,6 +32,13 @@ def uncounted() -> AbstractContextManager[Any]:
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
 
 
+def is_seen() -> bool:
+    """Whether a mode sees the operators that are called. What records a step changes nothing, and does not count."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return not all(getattr(one, "unseen", False) for one in _get_current_dispatch_mode_stack())
+
+
 def hidden(function: Callable[P, T]) -> Callable[P, T]:
     """A function that runs in such a context."""
 

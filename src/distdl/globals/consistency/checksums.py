@@ -20,6 +20,7 @@ from distdl.globals.tensor.observers import BITS
 from distdl.partition import dims
 from distdl.partition.encoding import encode
 from distdl.tensors.modes import unobserved
+from distdl.tensors.recorders import aside
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of tensors whose values are compared
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16}  # by bytes of an element; of longer ones, each four bytes are one
@@ -134,7 +135,8 @@ class Samples:
             return
         self._passed += 1
         if len(self._waiting) < _MOST:
-            self._waiting.append(Sample.of(x, _FIRST - self._left))
+            with aside():
+                self._waiting.append(Sample.of(x, _FIRST - self._left))
 
     def take(self) -> tuple[int, list[Sample]]:
         """The number of tensors since the last backward, and their samples in that order. They count as compared then.

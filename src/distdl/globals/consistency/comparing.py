@@ -19,6 +19,7 @@ from distdl.globals.layouts.context import Context
 from distdl.globals.tensor.observers import COMPARING, PLAIN_BESIDE
 from distdl.partition.sharing import gather_values
 from distdl.tensors.modes import unobserved
+from distdl.tensors.recorders import as_one_call
 
 SAME = (
     "What writes into weights and buffers after the first forward has to write the same everywhere: optimisers take "
@@ -76,6 +77,7 @@ class Look:
             number = digest(self._samples) if self._samples[0] else 0
             return bits_of(torch.zeros(1, device="cpu") if self._one is None else self._one, number)
 
+    @as_one_call
     def settle(self, sums: torch.Tensor) -> None:
         """Compare the tensors if the bits that came with a backward's first message differ. Collective.
 
@@ -177,4 +179,4 @@ def _apart(own: torch.Tensor, first: torch.Tensor) -> tuple[float, float]:
 
 
 PLAIN_BESIDE.append(lambda context, plain: context.own(Samples).keep(plain))
-COMPARING.append(lambda context: Look(context, context.keep_told(Turn, Turn)))
+COMPARING.append(as_one_call(lambda context: Look(context, context.keep_told(Turn, Turn))))

@@ -10,6 +10,7 @@ from distdl.globals.consistency.checksums import Sample, is_comparable
 from distdl.globals.consistency.comparing import Look, Turn, check_samples
 from distdl.globals.consistency.equality import whole_of
 from distdl.globals.layouts.context import Context
+from distdl.tensors.recorders import as_one_call
 
 
 class Drift:
@@ -19,6 +20,7 @@ class Drift:
         self._round: list[tuple[str, torch.nn.Module, str]] = []  # the name of each, its module, and its name there
         self._turn = Turn()  # graphs keep the turn, so it must not keep the model, which keeps graphs
 
+    @as_one_call
     def look(self, context: Context, module: torch.nn.Module) -> Look:
         """What is compared with the gradients of the forward that begins now."""
         if context.comm.imagined or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):

@@ -21,11 +21,12 @@ import torch
 from distdl.exchange import Operator
 from distdl.geometry.boxes import runs, shape
 from distdl.globals.layouts.context import KnownLayout
-from distdl.ops.rows import Rows
+from distdl.ops.rows import Rows, centred, measure, on_rows
 from distdl.plan.planning import all_sum
 from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
 from distdl.tensors.function import Function, gradients_of
+from distdl.tensors.recorders import Held
 from distdl.transport import Label
 
 
@@ -144,34 +145,31 @@ class _BatchNorm(Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
     ) -> torch.Tensor:
         statistics, rows = options.statistics, options.statistics.rows
-        block, entries, far = None, None, False
+        block, entries, far = None, None, Held(False)
         ctx.began = statistics.history
         if x.numel():
             block = rows.of_block(x)
-            entries, far = rows.measure(block)
+            entries, far = measure(rows, block)
         found = statistics.merged(entries, x)
         if options.running is not None:
             unbiased = options.momentum * statistics.count / (statistics.count - 1)
             for one, new, part in zip(options.running, found, (options.momentum, unbiased), strict=True):
                 one.mul_(1 - options.momentum).add_(new, alpha=part)
         mean, variance = found.to(x.dtype)
-        centre = mean if far else None
-        if far:
-            mean = (found[0] - mean).to(x.dtype)
+        mean, ctx.centre = centred(rows, found, mean, far)
         ctx.options = options
-        ctx.save_for_backward(x, weight, bias, mean, variance, centre)
+        ctx.save_for_backward(x, weight, bias, mean, variance)
         if block is None:
             return torch.empty_like(x)
-        if centre is not None:
-            block = rows.less(block, centre)
         y = rows.result(block, x.shape)
-        rows.apply(block, (mean, variance, options.eps), weight, bias, rows.beside(block, y))
+        seen = rows.beside(block, y)
+        on_rows(Rows.apply, rows, block, ctx.centre, ((mean, variance, options.eps), weight, bias, seen))
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # read before any message is sent, because a checkpoint recomputes its forward here
-        x, weight, bias, mean, variance, centre = ctx.saved_tensors
+        x, weight, bias, mean, variance = ctx.saved_tensors
         options: Options = ctx.options
         if ctx.needs_input_grad[0] or torch.is_grad_enabled():
             options.statistics.derive(ctx.began)
@@ -182,10 +180,8 @@ class _BatchNorm(Function):
         rows, dx = statistics.rows, None
         if x.numel():
             block = rows.of_block(x)
-            if centre is not None:
-                block = rows.less(block, centre)
             rise = rows.beside(block, dy)
-            sums = rows.sums(block, rise, by)
+            sums = on_rows(Rows.sums, rows, block, ctx.centre, (rise, by))
         else:
             sums = x.new_zeros(2, statistics.channels)
         dw, db = sums
@@ -196,7 +192,7 @@ class _BatchNorm(Function):
                 if weight is not None:
                     scale.mul_(weight)
                 factors = [scale, *averages.mul_(scale).unbind()]
-                dx = rows.to_block(rows.gradient(block, rise, by, factors), x.shape)
+                dx = rows.to_block(on_rows(Rows.gradient, rows, block, ctx.centre, (rise, by, factors)), x.shape)
             else:
                 dx = torch.empty_like(x)
         return dx, dw if needs_weight else None, db if needs_bias else None, None

@@ -22,6 +22,8 @@ from distdl.globals.tensor.replicas import Replica
 from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.tensor.table import REPLICATED
 from distdl.nn.compiling import leave_uncompiled
+from distdl.tensors.draws import Draw
+from distdl.tensors.recorders import as_one_call
 
 _TAKE_GENERATOR = {
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.multinomial, torch.poisson,
@@ -111,7 +113,11 @@ def redrawing(outputs: Sequence[Any]) -> AbstractContextManager[Any]:
 
 def generator(context: Context, device: torch.device) -> torch.Generator:
     """A generator for the next random call, in the same state on every worker."""
-    draw = next_draw(context)
+    return _generator_of(next_draw(context), device)
+
+
+@as_one_call
+def _generator_of(draw: Draw, device: torch.device) -> torch.Generator:
     # mixed, because generators with neighbouring seeds may give similar numbers
     mixed = (draw.seed * 0x9E3779B97F4A7C15 + draw.number * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D) % 2**63
     return torch.Generator(device).manual_seed(mixed)

@@ -38,11 +38,13 @@ from distdl.globals.tensor.table import REPLICATED, TABLE, Handler, handles, nam
 from distdl.globals.views.aliasing import note_written, write_back
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.draws import Draw, Draws, seed
+from distdl.tensors.recorders import as_one_call
 from distdl.tensors.uniform import Value, mask_block, uniform_block
 
 _KIND = 2  # tells these draws apart from those of parameters (0) and of layers of nn (1)
 
 
+@as_one_call
 def next_draw(context: Context) -> Draw:
     """The seed and number of the next random call, the same on every worker. Collective if no seed is agreed on yet."""
     draws = context.own(Draws)
@@ -52,6 +54,7 @@ def next_draw(context: Context) -> Draw:
     return draws.next()
 
 
+@as_one_call
 def drawn(
     layout: KnownLayout,
     draw: Draw,

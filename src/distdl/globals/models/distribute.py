@@ -36,6 +36,7 @@ from distdl.partition.arguments import Split, checks_arguments
 from distdl.tensors.derivatives import is_recomputed
 from distdl.tensors.function import TransformError
 from distdl.tensors.modes import unobserved
+from distdl.tensors.recorders import aside
 from distdl.transport.callsite import Place
 from distdl.workers.worlds import split_of
 
@@ -257,7 +258,7 @@ class Forward:
         found = tensors_in(given)
         plain = [x for x in found if type(x) in PLAIN]
         if plain or not found:
-            with unobserved():
+            with unobserved(), aside():
                 check_plain(Context.of(self.P.comm), plain)
 
     def _take_in_additions(self) -> None:

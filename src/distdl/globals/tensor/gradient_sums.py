@@ -40,6 +40,7 @@ from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
 from distdl.tensors.memory import as_dense, empty, readable
+from distdl.tensors.recorders import as_one_call, here
 from distdl.transport import Label
 from distdl.transport.calls import LAST_TAG
 from distdl.transport.communicator import Pending
@@ -115,6 +116,8 @@ def enter_apart(
             first = (first ^ way.total.operator.label.mark) * 5
         for place, way in enumerate(ways):
             way.tag = LAST_TAG + 1 + ((first + place) & LAST_TAG)
+            if here.recorder is not None:
+                way.later = LAST_TAG + 1 + (here.recorder.reserve() & LAST_TAG)
     return [partial(_use, way, _Enter.apply(way, *tensors)) for way, (tensors, _) in zip(ways, buckets, strict=True)]
 
 
@@ -184,26 +187,46 @@ class _Sum:
         return self.totals(self.operator.execute(self.packed(parts, device, compared)), compared, parts)
 
     def send(
-        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None, tag: int
+        self,
+        parts: Sequence[torch.Tensor | None],
+        device: torch.device,
+        compared: Compared | None,
+        tag: int,
+        later: int,
     ) -> Begun:
-        """Begin to add up, by messages between pairs: collectives of a transport would have to begin in one order."""
+        """Begin to add up, by messages between pairs: collectives of a transport would have to begin in one order.
+
+        Args:
+            tag: of the messages.
+            later: their tag in replays, if a step is recorded now.
+        """
+        x = self.packed(parts, device, compared)
+        recorder = here.recorder
+        begun = self._begin(x, tag) if recorder is None else recorder.begin(self._begin, (x, tag), (x, later))
+        y, pending = begun
+        return Begun(y, pending, tag, self.operator.label)
+
+    def _begin(self, x: torch.Tensor, tag: int) -> tuple[torch.Tensor, Pending]:
         comm, group = self.context.comm, self.context.everyone
         if comm.waiting is not None:
             comm.refuse_thread(self.operator.label)
         comm.where = self.operator.label
-        x = self.packed(parts, device, compared)
         x = x if x.is_meta else readable(x)
         y = empty(x.shape, x.dtype, x)
         with _profiled(self.operator.label):
             # two workers send each other all of it in one round: of two rounds, only the first would travel meanwhile
             pending = comm.through.all_sum_by_messages(group, x, y, tag, len(group) == 2)
-        return Begun(y, pending, tag, self.operator.label)
+        return y, Pending(partial(self._finish, pending))
 
-    def wait(self, begun: Begun) -> torch.Tensor:
-        """The sum that was begun, which is counted as an exchange here."""
+    def _finish(self, pending: Pending) -> None:
+        """Wait for a sum that was begun, which is counted as an exchange here."""
         self.operator.count()
         with _profiled(self.operator.label):
-            begun.pending.wait()
+            pending.wait()
+
+    def wait(self, begun: Begun) -> torch.Tensor:
+        """The sum that was begun."""
+        begun.pending.wait()
         return begun.moved
 
     def packed(
@@ -223,11 +246,7 @@ class _Sum:
         if missing:
             owned = owned.clone()
             owned[missing] = 0
-        bits = None if compared is None or not self._bits else compared.bits
-        if bits is None:  # made on the device, as nothing may be copied to it while a CUDA graph captures the step
-            sent = torch.zeros(self._bits, dtype=dtype, device=device)
-        else:
-            sent = bits.to(device, dtype, non_blocking=True)
+        sent = _bits(compared if self._bits else None, self._bits, dtype, device)
         return self._packing.pack((*full, owned, sent))
 
     def totals(
@@ -242,6 +261,15 @@ class _Sum:
         if all(part is not None for part in parts):  # so none is None, and to read the flags would wait for a device
             return [*totals]
         return [total if n else None for total, n in zip(totals, owners.tolist(), strict=True)]
+
+
+@as_one_call
+def _bits(compared: Compared | None, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The bits that travel with the parts."""
+    bits = None if compared is None else compared.bits
+    if bits is None:  # made on the device, as nothing may be copied to it while a CUDA graph captures the step
+        return torch.zeros(count, dtype=dtype, device=device)
+    return bits.to(device, dtype, non_blocking=True)
 
 
 def _listed(places: Sequence[int]) -> str:
@@ -271,6 +299,7 @@ class _Way:
         began: of which recorded node their message is the backward.
         device: of the tensors.
         tag: of their message, if it may be sent before it is waited for.
+        later: the tag of the same message in replays of this step (see ``distdl.programs``).
         recomputed: whether a checkpoint in which they enter makes the copies again.
     """
 
@@ -278,6 +307,7 @@ class _Way:
         self.total, self.compared, self.device = total, compared, device
         self.began = total.operator.pass_by()
         self.tag: int | None = None
+        self.later = 0
         self.recomputed = True
         self._key = object()  # its key among the sums under way, which does not keep the parameters alive
 
@@ -287,7 +317,7 @@ class _Way:
         if self.tag is None or sum(one.moved.nbytes for one in under_way.values()) > _AHEAD:
             return False
         # if the backward fails before it waits, the sum stays there, as the transport writes to its memory
-        begun = self.total.send(parts, self.device, self.compared, self.tag)
+        begun = self.total.send(parts, self.device, self.compared, self.tag, self.later)
         under_way[self._key, torch._C._current_graph_task_id()] = begun
         return True
 
@@ -299,7 +329,7 @@ class _Way:
             return total(parts, self.device, self.compared)
         # the number of the backward tells its sum from that of one that has failed, or in which this one runs
         key = self._key, torch._C._current_graph_task_id()
-        moved = total.wait(under_way.get(key) or total.send(parts, self.device, self.compared, self.tag))
+        moved = total.wait(under_way.get(key) or total.send(parts, self.device, self.compared, self.tag, self.later))
         under_way.pop(key, None)
         return total.totals(moved, self.compared, parts)
 

@@ -1,0 +1,1 @@
+"""What is done to a recorded step before it becomes a line. Each pass gives the same bits."""

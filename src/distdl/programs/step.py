@@ -1,0 +1,235 @@
+"""``distdl.compile``: a step that is called as it is, recorded while it runs, and then replayed."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import update_wrapper
+from typing import Any
+
+import numpy as np
+import torch
+
+from distdl.globals.layouts.context import Context, worlds
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.structures import tensors_in
+from distdl.programs.calls import Step
+from distdl.programs.line import Source
+from distdl.programs.matching import difference
+from distdl.programs.owners import Owners
+from distdl.programs.passes.dead import without_dead
+from distdl.programs.randomness import States
+from distdl.programs.reach import Reach, State, hook_of
+from distdl.programs.recorder import Recorder
+from distdl.programs.structures import Result, described, others_in, overlaps
+from distdl.tensors.recorders import here
+from distdl.transport.communicator import Communicator
+
+_TRIES = 4  # recordings of one signature, at most
+_WAITS = "distdl.compile: whether all workers have recorded this step"
+_DEVICES = ("cpu", "cuda")
+
+
+class Program:
+    """What a worker knows of the calls of one signature.
+
+    Attributes:
+        number: among the signatures, in the order in which they came: the same on all workers.
+        step: what was recorded; None before.
+        line: what replays it; None if it stays as it is, or is not recorded yet.
+        reasons: why it stays as it is, with the user's line.
+    """
+
+    def __init__(self, number: int, keeps: Any) -> None:
+        self.number = number
+        self.step: Step | None = None
+        self.result: Result | None = None
+        self.line: Callable[[list[torch.Tensor]], Any] | None = None
+        self.source: Source | None = None
+        self.reasons: list[tuple[str, str]] = []
+        self.state: State | None = None
+        self.recorded = 0
+        self._keeps = keeps  # what the signature names by its id
+
+
+class Worker:
+    """The programs of one worker."""
+
+    def __init__(self, function: Callable[..., Any], signatures: int) -> None:
+        self.function, self._most = function, signatures
+        self.programs: dict[Any, list[Program]] = {}
+        self._made = 0
+        self._comm: Communicator | None = None
+        self._is_known = False
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if here.recorder is not None:  # inside of another step, of which this is a part
+            return self.function(*args, **kwargs)
+        tensors: list[torch.Tensor] = []
+        key = described((args, kwargs), tensors), overlaps(tensors), _modes()
+        if not self._is_known:
+            self._know(args, kwargs)
+        program = self._program(key, (args, kwargs))
+        ready = program.line is not None and not _is_watched()
+        if self._agreed(program.number if ready else 0):
+            return self._replay(program, tensors)
+        if program.state is None:
+            program.state = Reach(self.function, (args, kwargs)).state()
+            return self.function(*args, **kwargs)
+        if program.reasons or program.line is not None or _is_watched():
+            return self.function(*args, **kwargs)
+        return self._record(program, tensors, args, kwargs)
+
+    def _know(self, *arguments: Any) -> None:
+        """Find out whose messages the step's are."""
+        self._is_known = True
+        self._comm = next((x._context.comm for x in tensors_in(arguments) if type(x) is GlobalTensor), None)
+        self._comm = self._comm or Reach(self.function, arguments).comm
+        if self._comm is None and len(worlds.contexts) == 1:
+            self._comm = next(iter(worlds.contexts)).comm
+
+    def _program(self, key: Any, keeps: Any) -> Program:
+        """That of a signature, with all that it can reach as it is now."""
+        listed = self.programs.get(key, [])
+        for program in listed:
+            if program.state is None or program.state.holds():
+                return program
+        self._made += 1
+        program = Program(self._made, keeps)
+        self.programs.setdefault(key, []).append(program)
+        every = (
+            sorted((one.number, name) for name, ones in self.programs.items() for one in ones)
+            if (sum(map(len, self.programs.values())) > self._most)
+            else []
+        )
+        if every:
+            oldest = every[0][1]
+            self.programs[oldest].pop(0)
+            if not self.programs[oldest]:
+                del self.programs[oldest]
+        return program
+
+    def _agreed(self, number: int) -> bool:
+        """Whether all workers have a line for this call, and the same one. One maximum of 16 bytes."""
+        comm = self._comm
+        if comm is None or comm.size == 1:
+            return number > 0
+        comm.where = _WAITS
+        highest, lowest = comm.through.all_max(Context.of(comm).everyone, np.array([number, -number], dtype=np.int64))
+        return bool(highest == -lowest and highest > 0)
+
+    def _record(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        reach = Reach(self.function, (args, kwargs))
+        hook = hook_of(reach)
+        foreign = next(others_in((args, kwargs)), None)
+        if hook or foreign is not None:
+            told = f"{hook}, which a line would not call" if hook else f"an argument is a {type(foreign).__name__}"
+            return self._refuse(program, told, "", args, kwargs)
+        recorder = Recorder(Owners(reach.tensors.values()), tensors, reach.paths(), self._comm)
+        states, versions = States(), [one._version for one in tensors]
+        with recorder.recording():
+            result = self.function(*args, **kwargs)
+            found = Result(result)
+            needs = any(one.requires_grad for one in found.tensors)
+            values = [recorder.result_of(one) for one in found.tensors]
+        advanced = states.advanced(recorder.draws)
+        if advanced:
+            recorder.problem(f"{advanced} random state advances, and no operator explains it")
+        if needs and not recorder.differentiates:
+            recorder.problem("its result requires a gradient, and no backward is in it")
+        if [one._version for one in tensors] != versions:
+            recorder.problem("it writes into its arguments")
+        program.recorded += 1
+        program.result = found
+        self._take(program, recorder, Step(recorder.calls, recorder.sources, values))
+        return result
+
+    def _take(self, program: Program, recorder: Recorder, step: Step) -> None:
+        """Make a line of a recording if it is the same as the one before."""
+        before, program.step = program.step, step
+        if recorder.problems:
+            program.reasons = recorder.problems
+            self._tell(program)
+            return
+        if before is None:
+            return
+        apart = difference(before, step)
+        if apart is None:
+            program.step = without_dead(step)
+            program.source = Source(program.step)
+            program.line = program.source.compiled()
+        elif program.recorded >= _TRIES:
+            program.reasons = [apart]
+            self._tell(program)
+
+    def _refuse(self, program: Program, text: str, line: str, args: Any, kwargs: Any) -> Any:
+        program.reasons = [(text, line)]
+        self._tell(program)
+        return self.function(*args, **kwargs)
+
+    def _tell(self, program: Program) -> None:
+        text, line = program.reasons[0]
+        name = getattr(self.function, "__name__", "a step")
+        warnings.warn(f"distdl.compile: {name} stays as it is: {text}{f' ({line})' if line else ''}", stacklevel=2)
+
+    def _replay(self, program: Program, tensors: list[torch.Tensor]) -> Any:
+        assert program.line is not None and program.result is not None
+        with ExitStack() as around:
+            for device in _DEVICES:
+                if torch.is_autocast_enabled(device):
+                    around.enter_context(torch.autocast(device, enabled=False))
+            around.enter_context(torch.no_grad())
+            around.enter_context(torch._C._AutoDispatchBelowAutograd())
+            found = program.line(tensors)
+        return program.result.made(found)
+
+
+def _modes() -> Any:
+    """What of torch's modes a line depends on."""
+    casts = [torch.get_autocast_dtype(one) for one in _DEVICES if torch.is_autocast_enabled(one)]
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(casts), torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+def _is_watched() -> bool:
+    """Whether a user's mode sees what is computed here, or a transform or a checkpoint is about it."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch._C._current_graph_task_id() != -1
+    )
+
+
+class CompiledStep:
+    """A function whose calls become a line (see :func:`compile`)."""
+
+    def __init__(self, function: Callable[..., Any], signatures: int) -> None:
+        self._function, self._signatures = function, signatures
+        self._here = threading.local()
+        update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._worker().call(args, kwargs)
+
+    def _worker(self) -> Worker:
+        found: Worker | None = getattr(self._here, "worker", None)
+        if found is None:
+            found = self._here.worker = Worker(self._function, self._signatures)
+        return found
+
+    @property
+    def programs(self) -> list[Program]:
+        """Those of this worker, in the order in which their signatures came."""
+        return sorted((one for ones in self._worker().programs.values() for one in ones), key=lambda one: one.number)
+
+
+def compile(function: Callable[..., Any] | None = None, *, signatures: int = 16) -> Any:
+    if function is None:
+        return lambda one: compile(one, signatures=signatures)
+    return CompiledStep(function, signatures)

@@ -1,0 +1,95 @@
+"""Arguments and results of a step: the tensors in them, and all else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.local import block_of
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def described(structure: Any, tensors: list[torch.Tensor]) -> Any:
+    """What tells arguments from others for which a line would be another one: a key. Appends the plain tensors.
+
+    Of a global tensor the layout counts, and the block; of all else that is no number or text, which object it is.
+    """
+    kind = type(structure)
+    if kind is GlobalTensor:
+        block = block_of(structure)
+        tensors.append(block)
+        return kind, id(structure._layout), _tensor(block)
+    if kind in _TENSORS:
+        tensors.append(structure)
+        return kind, _tensor(structure)
+    if kind in _PLAIN:
+        return kind, structure
+    if isinstance(structure, (tuple, list)):
+        return kind, *[described(one, tensors) for one in structure]
+    if kind is dict:
+        return kind, tuple(structure), *[described(one, tensors) for one in structure.values()]
+    return kind, id(structure)
+
+
+def _tensor(one: torch.Tensor) -> Any:
+    return one.shape, one.stride(), one.dtype, one.device, one.requires_grad, one.is_leaf
+
+
+def overlaps(tensors: list[torch.Tensor]) -> Any:
+    """Which of several tensors begin at the same place in memory."""
+    if len(tensors) < 2:
+        return None
+    places = [one.data_ptr() if one.numel() else -1 - n for n, one in enumerate(tensors)]
+    return None if len(set(places)) == len(places) else tuple(map(places.index, places))
+
+
+def others_in(structure: Any) -> Iterator[torch.Tensor]:
+    """The tensors of classes of which nobody knows what they mean, as those of users."""
+    if isinstance(structure, torch.Tensor):
+        if type(structure) not in (GlobalTensor, *_TENSORS):
+            yield structure
+    elif isinstance(structure, (tuple, list, dict)):
+        for one in structure.values() if isinstance(structure, dict) else structure:
+            yield from others_in(one)
+
+
+class Result:
+    """How what a step gives is made of the plain tensors in it.
+
+    Args:
+        structure: what it has given.
+    Attributes:
+        tensors: these.
+    """
+
+    def __init__(self, structure: Any) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._make = self._maker(structure)
+
+    def made(self, tensors: list[torch.Tensor]) -> Any:
+        """The same of other tensors."""
+        return self._make(tensors)
+
+    def _maker(self, one: Any) -> Callable[[list[torch.Tensor]], Any]:
+        kind = type(one)
+        if isinstance(one, torch.Tensor):
+            place = len(self.tensors)
+            self.tensors.append(block_of(one) if type(one) is GlobalTensor else one)
+            if type(one) is GlobalTensor:
+                layout = one._layout
+                return lambda tensors: GlobalTensor._of(tensors[place], layout)
+            return lambda tensors: tensors[place]
+        if isinstance(one, (tuple, list)):
+            makers = [self._maker(item) for item in one]
+            if hasattr(kind, "_fields"):
+                return lambda tensors: kind(*[make(tensors) for make in makers])
+            return lambda tensors: kind([make(tensors) for make in makers])
+        if isinstance(one, dict):
+            named = {key: self._maker(item) for key, item in one.items()}
+            return lambda tensors: {key: make(tensors) for key, make in named.items()}
+        return lambda tensors: one
