@@ -114,6 +114,9 @@ class Reach:
                 if isinstance(one, torch.Tensor):
                     self._names.append((module.__dict__, key, one))
                     self._take(f"{where}.{key}" if where else key, one)
+            if not f"{type(module).__module__}.".startswith(_LIBRARIES):
+                for function in [one for one in vars(type(module)).values() if isinstance(one, FunctionType)]:
+                    self._look("", function, _DEEP)
             for partition in (getattr(copies_of(module), "P", None), module.__dict__.get("P_x")):
                 if self.comm is None and partition is not None:
                     self.comm = partition.comm

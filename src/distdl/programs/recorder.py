@@ -20,6 +20,7 @@ from distdl.programs.calls import Call, Source, Step, Value, leaf_of, mapped
 from distdl.programs.memory import Memory
 from distdl.programs.owners import Owners
 from distdl.programs.places import Places
+from distdl.programs.reads import Reads
 from distdl.tensors.recorders import here
 from distdl.transport import Pending
 from distdl.transport.communicator import Communicator
@@ -83,7 +84,7 @@ class Recorder(TorchDispatchMode):
         here.recorder = self
         gradients = self._owners.gradients()
         try:
-            with self:
+            with self, Reads(lambda name: self.problem(f"a value is read, by {name}")):
                 yield
             self._take_gradients(gradients)
         finally:

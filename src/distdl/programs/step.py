@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from distdl.environment.arguments import checks_arguments
 from distdl.globals.layouts.context import Context, worlds
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import tensors_in
 from distdl.programs.calls import Step
+from distdl.programs.counts import Counts
 from distdl.programs.line import Source
 from distdl.programs.matching import difference
 from distdl.programs.owners import Owners
 from distdl.programs.passes.dead import without_dead
+from distdl.programs.printing import shown
 from distdl.programs.randomness import States
 from distdl.programs.reach import Reach, State, hook_of
 from distdl.programs.recorder import Recorder
@@ -52,6 +55,11 @@ class Program:
         self.state: State | None = None
         self.recorded = 0
         self._keeps = keeps  # what the signature names by its id
+
+    @property
+    def counts(self) -> Counts | None:
+        """Of operators, messages and bytes; None if nothing is recorded."""
+        return None if self.step is None else Counts.of(self.step)
 
 
 class Worker:
@@ -223,13 +231,53 @@ class CompiledStep:
             found = self._here.worker = Worker(self._function, self._signatures)
         return found
 
+    def explain(self) -> str:
+        """Why calls of this worker stay as they are, with the user's lines; or that nothing keeps them from a line."""
+        told = []
+        for program in self.programs:
+            told += [
+                f"signature {program.number}: {text}{f' ({line})' if line else ''}" for text, line in program.reasons
+            ]
+        return "\n".join(told) or "nothing that was recorded keeps its calls from being a line"
+
+    def __str__(self) -> str:
+        name = getattr(self._function, "__name__", "a step")
+        told = [shown(one.step, f"{name}, signature {one.number}") for one in self.programs if one.line and one.step]
+        return "\n\n".join(told) or f"# {name}: {self.explain()}"
+
     @property
     def programs(self) -> list[Program]:
         """Those of this worker, in the order in which their signatures came."""
         return sorted((one for ones in self._worker().programs.values() for one in ones), key=lambda one: one.number)
 
 
+@checks_arguments
 def compile(function: Callable[..., Any] | None = None, *, signatures: int = 16) -> Any:
+    """A step that is recorded while it runs, and then replayed without Python between torch's operators.
+
+    ``@distdl.compile``, or ``@distdl.compile(signatures=4)``, before a function that trains: it computes a loss, calls
+    ``loss.backward()`` and returns numbers or tensors. The first call of a signature runs as it is. The second and the
+    third are recorded while they run, and compared. From then on its operators and messages are called one after the
+    other, as a line of Python that ``print(step)`` shows, with the same bits. Every worker calls it, as it would call
+    the function.
+
+    The signature is what a line depends on: layouts, shapes, strides and dtypes of arguments, numbers among them, which
+    modules it reaches and which of their parameters require gradients and have one, training mode, gradient mode and
+    autocast. If any of it changes, the call runs as it is, and a line of its own is recorded.
+
+    What cannot be recorded stays as it is, and warns once with the reason: a value that Python reads, a constant that
+    changes, hooks, random numbers that no operator of torch draws, writing into arguments, a result that requires a
+    gradient without a backward inside. ``step.explain()`` says it again.
+
+    Args:
+        function: what is compiled.
+        signatures: how many are kept; the oldest goes.
+    Returns: the compiled step. Its results are detached, and new memory on each call. Attributes: ``programs``, each
+        with ``counts`` of operators, messages and bytes.
+    Raises: ValueError for no signatures.
+    """
+    if signatures < 1:
+        raise ValueError(f"distdl.compile needs signatures to be at least 1; got {signatures}")
     if function is None:
         return lambda one: compile(one, signatures=signatures)
     return CompiledStep(function, signatures)

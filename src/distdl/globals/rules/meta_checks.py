@@ -13,6 +13,7 @@ from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import map_tensors
 from distdl.tensors.dtypes import RARE
 from distdl.tensors.modes import uncounted
+from distdl.tensors.recorders import as_one_call
 
 
 def check_on_meta(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -131,6 +132,7 @@ def _with_numbers(value: Any, key: Any) -> Any:
     return value
 
 
+@as_one_call
 def check_range(
     x: torch.Tensor, first: int, stop: int, refuse: Callable[[torch.Tensor], Any], ignored: int | None = None
 ) -> None:

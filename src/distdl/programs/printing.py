@@ -1,0 +1,77 @@
+"""A recorded step as text that a person can read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from distdl.programs.calls import Call, Step, Value
+from distdl.programs.counts import Counts
+
+
+def shown(step: Step, title: str) -> str:
+    """A step as Python: modules as comments, and behind each line the shapes of its results, and messages."""
+    return "\n".join([f"# {title}: {Counts.of(step)}", *_lines(step)])
+
+
+def _lines(step: Step) -> Iterator[str]:
+    names = {value: source.name or source.kind for value, source in step.sources.items()}
+    path = None
+    for call in step.calls:
+        if call.path != path:
+            path = call.path
+            yield f"# {path or 'outside of all modules'}"
+        text = _statement(call, names)
+        told = _told(call)
+        yield f"{text}  # {told}" if told else text
+    yield f"return {_text(step.result, names)}"
+
+
+def _statement(call: Call, names: dict[Value, str]) -> str:
+    if call.kind == "wait":
+        return f"{_text(call.args[0], names)}.wait()"
+    if call.kind == "gradient":
+        return f"{call.path}.grad = {_text(call.args[0], names)}"
+    given = [_text(one, names) for one in call.args] + [f"{k}={_text(v, names)}" for k, v in call.kwargs.items()]
+    stem = call.name.removesuffix(".default") if call.kind == "operator" else call.name.rpartition(".")[2]
+    text = f"{stem}({', '.join(given)})"
+    if call.kind == "begin":
+        text = f"begin({_label(call)!r}, {', '.join(given)})"
+    return f"{_text(call.results, names)} = {text}" if list(call.given()) else text
+
+
+def _label(call: Call) -> str:
+    """The name of the layer whose messages begin."""
+    owner = getattr(call.function, "__self__", None)
+    label = getattr(owner, "label", None) or getattr(getattr(owner, "operator", None), "label", None)
+    return str(label) if label is not None else call.name
+
+
+def _told(call: Call) -> str:
+    if call.kind == "begin":
+        sends, receives = _by_worker(call.sends), _by_worker(call.receives)
+        told = [f"{n} bytes to worker {worker}" for worker, n in sends.items()]
+        told += [f"{n} bytes from worker {worker}" for worker, n in receives.items()]
+        return ", ".join(told) or "no message"
+    shapes = [f"{'x'.join(map(str, shape)) or 'a number'}" for shape, _ in call.shapes.values()]
+    return ", ".join(shapes)
+
+
+def _by_worker(messages: list[tuple[int, int]]) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for worker, nbytes in messages:
+        found[worker] += nbytes
+    return found
+
+
+def _text(one: Any, names: dict[Value, str]) -> str:
+    kind = type(one)
+    if kind is Value:
+        return names.get(one) or f"v{int(one)}"
+    if kind in (tuple, list):
+        inside = ", ".join(_text(item, names) for item in one)
+        return f"[{inside}]" if kind is list else f"({inside}{',' if len(one) == 1 else ''})"
+    if one is None or kind in (bool, int, float, str):
+        return repr(one)
+    return f"<{kind.__name__}>" if not hasattr(one, "__name__") else str(one.__name__)
