@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from distdl.programs.calls import Call, Step, Value
+import torch
+
+from distdl.programs.calls import Call, Source, Step, Value
 from distdl.programs.counts import Counts
 
 
@@ -16,16 +18,20 @@ def shown(step: Step, title: str) -> str:
 
 
 def _lines(step: Step) -> Iterator[str]:
-    names = {value: source.name or source.kind for value, source in step.sources.items()}
+    names = {value: _name(value, source) for value, source in step.sources.items()}
     path = None
     for call in step.calls:
-        if call.path != path:
+        if call.path != path and call.kind != "gradient":
             path = call.path
             yield f"# {path or 'outside of all modules'}"
         text = _statement(call, names)
         told = _told(call)
         yield f"{text}  # {told}" if told else text
     yield f"return {_text(step.result, names)}"
+
+
+def _name(value: Value, source: Source) -> str:
+    return f"constant_{int(value)}" if source.kind == "constant" else source.name.replace(" ", "_")
 
 
 def _statement(call: Call, names: dict[Value, str]) -> str:
@@ -38,6 +44,7 @@ def _statement(call: Call, names: dict[Value, str]) -> str:
     text = f"{stem}({', '.join(given)})"
     if call.kind == "begin":
         text = f"begin({_label(call)!r}, {', '.join(given)})"
+        return f"{_text(call.results[0], names)}, {_text(call.results[1], names)} = {text}"
     return f"{_text(call.results, names)} = {text}" if list(call.given()) else text
 
 
@@ -74,4 +81,6 @@ def _text(one: Any, names: dict[Value, str]) -> str:
         return f"[{inside}]" if kind is list else f"({inside}{',' if len(one) == 1 else ''})"
     if one is None or kind in (bool, int, float, str):
         return repr(one)
+    if kind in (torch.dtype, torch.device):
+        return str(one)
     return f"<{kind.__name__}>" if not hasattr(one, "__name__") else str(one.__name__)

@@ -21,6 +21,7 @@ from distdl.transport.communicator import Communicator
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LIBRARIES = ("torch.", "distdl.", "numpy.", "builtins.")
+_OPTIONS = (bool, int, float, str)
 _DEEP = 4  # how far objects are looked into
 _LONG = 1000  # things of a list that are looked at
 _HOOKS = (
@@ -170,6 +171,12 @@ class State:
         self._cells = list(reach.cells())
         self._modules = list(reach.modules)
         self._training = [module.training for module in self._modules]
+        self._numbers = [
+            (module.__dict__, key, one)
+            for module in self._modules
+            for key, one in module.__dict__.items()
+            if type(one) in _OPTIONS and key != "training"
+        ]
         self._dicts = [
             (held, list(_values(held)))
             for module in self._modules
@@ -194,6 +201,10 @@ class State:
             *[(one.dtype, one.shape, one.stride()) for one in every],
         ]
 
+    def settle(self) -> None:
+        """Leave out the numbers in modules that the function itself has changed since, as counts of its calls."""
+        self._numbers = [each for each in self._numbers if each[0].get(each[1]) == each[2]]
+
     def holds(self) -> bool:
         """Whether all of it is still so."""
         same = all(_is_same(names.get(name), one) for names, name, one in self._names)
@@ -201,6 +212,7 @@ class State:
             same
             and all(_is_in(cell, one) for cell, one in self._cells)
             and [module.training for module in self._modules] == self._training
+            and all(names.get(key) == one for names, key, one in self._numbers)
             and all(_length(held) == len(ones) and all(map(is_, _values(held), ones)) for held, ones in self._dicts)
             and list(map(len, self._hooks)) == self._hooked
             and not any(copies.additions.open or copies.running for copies in self._copies)

@@ -85,7 +85,9 @@ class Worker:
             return self._replay(program, tensors)
         if program.state is None:
             program.state = Reach(self.function, (args, kwargs)).state()
-            return self.function(*args, **kwargs)
+            result = self.function(*args, **kwargs)
+            program.state.settle()
+            return result
         if program.reasons or program.line is not None or _is_watched():
             return self.function(*args, **kwargs)
         return self._record(program, tensors, args, kwargs)
