@@ -24,7 +24,8 @@ RUNS_CODE = {
     "pickle": {"workers/processes.py", "checkpoint/dcp.py"},
     "multiprocessing": {"workers/processes.py", "workers/launchers.py"},
     "marshal": set(), "shelve": set(), "dill": set(), "cloudpickle": set(), "joblib": set(), "yaml": set(),
-    "eval": set(), "exec": {"__main__.py"},  # the user's script
+    # the user's script; a line, which is made of the names and numbers of a recorded step
+    "eval": set(), "exec": {"__main__.py", "programs/line.py"},
 }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ class Source:
         function = getattr(call.function, "_op", call.function)
         given = [*(self._text(one) for one in call.args), *(f"{k}={self._text(v)}" for k, v in call.kwargs.items())]
         stem = call.name.rpartition(".")[2] if call.kind != "operator" else call.name.split(".")[1]
-        text = f"{self._name(function, stem if stem.isidentifier() else 'f')}({', '.join(given)})"
+        text = f"{self._name(function, stem)}({', '.join(given)})"
         read = [value for value in values_in(call.results) if value not in unread]
         return f"{_pattern(call.results, set(read))} = {text}" if read else text
 
@@ -107,7 +107,7 @@ class Source:
         """The name of a thing that the line finds around it."""
         key = (id(one.__self__), id(one.__func__)) if type(one) is MethodType else id(one)
         if key not in self._known:
-            self._known[key] = name = f"{stem}_{len(self._known)}"
+            self._known[key] = name = f"{stem if stem.isidentifier() else 'f'}_{len(self._known)}"
             self.names[name] = one
             self._kept.append(one)
         return self._known[key]

@@ -31,6 +31,7 @@ _PLAIN = (type(None), bool, int, float, str)
 _DEPENDS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _ADDRESS = "_cdata"
 _DEVICE = torch.ops.prim.device.default
+_INDEX = torch.ops.aten.index.Tensor
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _MOVES_MEMORY = frozenset(
     [
@@ -114,7 +115,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented
         if self._is_paused or func is _DEVICE:
             return func(*args, **kwargs)
-        if any(tag in func.tags for tag in _DEPENDS):
+        if any(tag in func.tags for tag in _DEPENDS) and not (func is _INDEX and not _has_mask(args[1])):
             self.problem(f"a value is read, by {func.name()}")
         if func in _MOVES_MEMORY:
             self.problem(f"a tensor gets other memory, by {func.name()}")
@@ -280,6 +281,10 @@ class Recorder(TorchDispatchMode):
                 self.calls.append(Call("gradient", owner, (self._value(now),), path=self._owners.name(owner)))
             elif now is None and before.get(id(owner)) is not None:
                 self.calls.append(Call("gradient", owner, (None,), path=self._owners.name(owner)))
+
+
+def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
+    return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
 
 
 def _identity(one: Any) -> Any:
