@@ -395,3 +395,17 @@ def test_dead_operators_go_and_messages_stay():
     for broken in (calls[1:], [*calls[:4]], [*calls, calls[0]], [*calls[:4], Call("operator", add, (y, 1)), calls[4]]):
         with pytest.raises(AssertionError):
             assert_well_formed(Step(broken, {x: None}, [c]))
+
+
+def test_an_argument_that_requires_a_gradient_gets_it():
+    def work():
+        model = distdl.distribute(small(), (1, 1, distdl.world().comm.size, 1))
+        step = distdl.compile(lambda x, y: plain(model, x, y))
+        for seed in range(5):
+            x = data(distdl.world(), seed).requires_grad_()
+            model.zero_grad()
+            step(x, data(distdl.world(), 50 + seed))
+            assert x.grad is not None
+        assert "an argument requires a gradient" in step.explain()
+
+    on_threads(work)

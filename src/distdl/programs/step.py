@@ -43,9 +43,10 @@ class Program:
         step: what was recorded; None before.
         line: what replays it; None if it stays as it is, or is not recorded yet.
         reasons: why it stays as it is, with the user's line.
+        comm: what its messages go through; None if there are none.
     """
 
-    def __init__(self, number: int, keeps: Any) -> None:
+    def __init__(self, number: int, comm: Communicator | None, keeps: Any) -> None:
         self.number = number
         self.step: Step | None = None
         self.result: Result | None = None
@@ -54,6 +55,7 @@ class Program:
         self.reasons: list[tuple[str, str]] = []
         self.state: State | None = None
         self.recorded = 0
+        self.comm = comm
         self._keeps = keeps  # what the signature names by its id
 
     @property
@@ -69,19 +71,18 @@ class Worker:
         self.function, self._most = function, signatures
         self.programs: dict[Any, list[Program]] = {}
         self._made = 0
-        self._comm: Communicator | None = None
-        self._is_known = False
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if here.recorder is not None:  # inside of another step, of which this is a part
             return self.function(*args, **kwargs)
         tensors: list[torch.Tensor] = []
-        key = described((args, kwargs), tensors), overlaps(tensors), _modes()
-        if not self._is_known:
-            self._know(args, kwargs)
-        program = self._program(key, (args, kwargs))
+        named: list[Any] = []
+        key = described((args, kwargs), tensors, named), overlaps(tensors), _modes()
+        program = self._program(key, named, (args, kwargs))
+        if program.comm is not None and program.comm.imagined:  # in a rehearsal, of which nothing is sent
+            return self.function(*args, **kwargs)
         ready = program.line is not None and not _is_watched()
-        if self._agreed(program.number if ready else 0):
+        if _agreed(program.comm, program.number if ready else 0):
             return self._replay(program, tensors)
         if program.state is None:
             program.state = Reach(self.function, (args, kwargs)).state()
@@ -92,22 +93,14 @@ class Worker:
             return self.function(*args, **kwargs)
         return self._record(program, tensors, args, kwargs)
 
-    def _know(self, *arguments: Any) -> None:
-        """Find out whose messages the step's are."""
-        self._is_known = True
-        self._comm = next((x._context.comm for x in tensors_in(arguments) if type(x) is GlobalTensor), None)
-        self._comm = self._comm or Reach(self.function, arguments).comm
-        if self._comm is None and len(worlds.contexts) == 1:
-            self._comm = next(iter(worlds.contexts)).comm
-
-    def _program(self, key: Any, keeps: Any) -> Program:
+    def _program(self, key: Any, named: list[Any], arguments: Any) -> Program:
         """That of a signature, with all that it can reach as it is now."""
         listed = self.programs.get(key, [])
         for program in listed:
             if program.state is None or program.state.holds():
                 return program
         self._made += 1
-        program = Program(self._made, keeps)
+        program = Program(self._made, self._comm(arguments), named)
         self.programs.setdefault(key, []).append(program)
         every = (
             sorted((one.number, name) for name, ones in self.programs.items() for one in ones)
@@ -121,23 +114,24 @@ class Worker:
                 del self.programs[oldest]
         return program
 
-    def _agreed(self, number: int) -> bool:
-        """Whether all workers have a line for this call, and the same one. One maximum of 16 bytes."""
-        comm = self._comm
-        if comm is None or comm.size == 1:
-            return number > 0
-        comm.where = _WAITS
-        highest, lowest = comm.through.all_max(Context.of(comm).everyone, np.array([number, -number], dtype=np.int64))
-        return bool(highest == -lowest and highest > 0)
+    def _comm(self, arguments: Any) -> Communicator | None:
+        """What the step's messages go through."""
+        given = next((x._context.comm for x in tensors_in(arguments) if type(x) is GlobalTensor), None)
+        found = given or Reach(self.function, arguments).comm
+        if found is None and len(worlds.contexts) == 1:
+            found = next(iter(worlds.contexts)).comm
+        return found
 
     def _record(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         reach = Reach(self.function, (args, kwargs))
         hook = hook_of(reach)
         foreign = next(others_in((args, kwargs)), None)
+        if any(one.requires_grad for one in tensors):
+            return self._refuse(program, "an argument requires a gradient", "", args, kwargs)
         if hook or foreign is not None:
             told = f"{hook}, which a line would not call" if hook else f"an argument is a {type(foreign).__name__}"
             return self._refuse(program, told, "", args, kwargs)
-        recorder = Recorder(Owners(reach.tensors.values()), tensors, reach.paths(), self._comm)
+        recorder = Recorder(Owners(reach.tensors.values()), tensors, reach.paths(), program.comm)
         states, versions = States(), [one._version for one in tensors]
         with recorder.recording():
             result = self.function(*args, **kwargs)
@@ -194,6 +188,15 @@ class Worker:
             around.enter_context(torch._C._AutoDispatchBelowAutograd())
             found = program.line(tensors)
         return program.result.made(found)
+
+
+def _agreed(comm: Communicator | None, number: int) -> bool:
+    """Whether all workers have a line for this call, and the same one. One maximum of 16 bytes."""
+    if comm is None or comm.size == 1:
+        return number > 0
+    comm.where = _WAITS
+    highest, lowest = comm.through.all_max(Context.of(comm).everyone, np.array([number, -number], dtype=np.int64))
+    return bool(highest == -lowest and highest > 0)
 
 
 def _modes() -> Any:

@@ -14,15 +14,20 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def described(structure: Any, tensors: list[torch.Tensor]) -> Any:
-    """What tells arguments from others for which a line would be another one: a key. Appends the plain tensors.
+def described(structure: Any, tensors: list[torch.Tensor], named: list[Any]) -> Any:
+    """What tells arguments from others for which a line would be another one: a key.
 
     Of a global tensor the layout counts, and the block; of all else that is no number or text, which object it is.
+
+    Args:
+        tensors: the plain tensors are appended to it.
+        named: what the key names by its id, which has to live as long as the key.
     """
     kind = type(structure)
     if kind is GlobalTensor:
         block = block_of(structure)
         tensors.append(block)
+        named.append(structure._layout)
         return kind, id(structure._layout), _tensor(block)
     if kind in _TENSORS:
         tensors.append(structure)
@@ -30,9 +35,10 @@ def described(structure: Any, tensors: list[torch.Tensor]) -> Any:
     if kind in _PLAIN:
         return kind, structure
     if isinstance(structure, (tuple, list)):
-        return kind, *[described(one, tensors) for one in structure]
+        return kind, *[described(one, tensors, named) for one in structure]
     if kind is dict:
-        return kind, tuple(structure), *[described(one, tensors) for one in structure.values()]
+        return kind, tuple(structure), *[described(one, tensors, named) for one in structure.values()]
+    named.append(structure)
     return kind, id(structure)
 
 
