@@ -14,7 +14,7 @@ from distdl import __version__
 from distdl.backends import chosen, find, names
 from distdl.checkpoint.converting import convert
 from distdl.checkpoint.inspecting import inspect
-from distdl.commands import UsageError, add_suggest, add_summary, add_verify
+from distdl.commands.models import UsageError, add_suggest, add_summary, add_verify
 from distdl.drawing import Drawing
 from distdl.drawing.command import add_arguments, pictured
 from distdl.workers.launch import run_workers

@@ -22,6 +22,7 @@ Right = Callable[[Partition], dict[str, Any]]
 NO_ARGUMENTS = "takes no arguments: a call with one is a TypeError of Python or torch"
 ABSTRACT = "cannot be made: a TypeError says so"
 ANY_VALUE = "takes any value: the text of an error; what it returns; what the agreement then refuses on all workers"
+RESULT = "is what a function of ours returns; no user makes one"
 ELSEWHERE = "needs a job of processes, the main thread, or MPI"
 
 HUGE = 2**62
@@ -277,6 +278,17 @@ FUNCTIONS: dict[str, Right] = {
     "distdl.run_workers": lambda P: {"function": lambda: None, "workers": 1, "backend": "serial"},
     "distdl.suggest": lambda P: {"model": _plain(), "workers": 2, "input_shape": (4, 4)},
     "distdl.summary": lambda P: {"model": _plain(), "P": (2, 1), "input_shape": (4, 4)},
+    "distdl.compile": lambda P: {"function": torch.relu, "signatures": 2},
+    "distdl.trace": lambda P: {"path": f"{_folder(P)}/trace.json", "model": _plain(), "operators": True},
+    "distdl.verify": lambda P: {
+        "model": _plain(),
+        "P": (2, 2),
+        "inputs": torch.ones(4, 4),
+        "loss": torch.sum,
+        "steps": 1,
+        "optimizer": torch.optim.SGD,
+        "weights": "replicated",
+    },
     "distdl.world": lambda P: {},
     "distdl.amp.GradScaler": lambda P: {"device": "cpu"},
     "distdl.backends.find": lambda P: {"name": "threads"},
@@ -347,6 +359,7 @@ NOT_CALLED = {  # patterns of names, and why there are no wrong arguments of the
     ),
     ABSTRACT: (r"distdl\.ops\.Op", r"distdl\.transport\.Communicator"),
     ANY_VALUE: (r"distdl\.CommunicationError", r"distdl\.ops\.setup\.same", r"distdl\.nn\.layer\.given"),
+    RESULT: (r"distdl\.(verification\.Certificate|tracing\.Trace|programs\.CompiledStep)",),
     ELSEWHERE: (r"distdl\.backends\.job", r"distdl\.on_terminate", r"distdl\.backends\.mpi\.partition\..*"),
 }
 ALONE = ("distdl.run_workers",)  # which no worker of a world calls
@@ -411,6 +424,12 @@ SPECIAL: dict[tuple[str, str], str] = {
     ("distdl.draw", "thing"): "name",
     ("distdl.draw", "shape"): "shape",
     ("distdl.drawing.Drawing", "scene"): "name",
+    ("distdl.compile", "signatures"): "iterations",
+    ("distdl.trace", "operators"): "flag",
+    ("distdl.verify", "P"): "shape",
+    ("distdl.verify", "inputs"): "anything",
+    ("distdl.verify", "loss"): "function",
+    ("distdl.verify", "steps"): "iterations",
     ("distdl.data.BlockDataset", "source"): "source",
     ("distdl.amp.GradScaler", "device"): "anything",
     ("distdl.Partition", "workers"): "numbers",

@@ -8,12 +8,13 @@ from compiled_nets import trained
 
 import distdl
 from distdl.globals.layouts.context import Context
+from distdl.tensors.draws import Draws
 
 NAMES = ("u-net", "lenet", "dropout", "u-net-sharded")
 
 
 def main():
-    draws = Context.of(distdl.world().comm).draws
+    draws = Context.of(distdl.world().comm).own(Draws)
     for name in NAMES:
         draws.resume(3, [])
         step, ours = trained(name, distdl.compile)

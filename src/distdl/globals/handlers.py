@@ -8,6 +8,7 @@ from distdl.globals.functions import (
     as_strided,
     attention,
     attributes,
+    class_losses,
     complex_views,
     composites,
     convolutions,

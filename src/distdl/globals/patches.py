@@ -112,7 +112,7 @@ PATCHES = [
         "torch.utils.checkpoint",
         "_CheckpointFrame",
         recomputing.frame_of,
-        "nothing tells what a backward recomputes that it is a forward of a model, or on blocks, and what it drew",
+        "a backward that recomputes a forward would not know that this is a model's, or on blocks, nor what it drew",
         f"{_TESTS}/blocks/test_register.py::test_second_derivatives_of_blocks_beside_weights",
     ),
     Patch(
@@ -247,7 +247,7 @@ def install(when: str = AT_IMPORT) -> None:
 
 
 def arrange() -> None:
-    """Change torch now, behind the import of a module of torch, and before workers start that are threads."""
+    """Make the changes of ``import distdl`` now; let the others follow at their moments, as ``Patch.when`` says."""
     install()
     behind(FLEX, partial(install, FLEX))
     before_threads.append(partial(install, WITH_THREADS))
@@ -273,9 +273,9 @@ def _put(patch: Patch) -> bool:
 
 
 def _lend(function: Any, replacement: Replacement) -> None:
-    """Let a function that torch has written in Python run ours, also where it has been imported by its name before.
+    """Let a Python function of torch run ours, also for programs that have imported it by its name before.
 
-    Its code becomes a call of a name that its module gets.
+    Its module gets ours under a new name, and its code becomes a call of that name.
     """
     name = f"_distdl_{function.__name__}"
     function.__globals__[name] = replacement(copied(function))

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from distdl.environment.types import Count
 from distdl.globals import distribute, distribute_tensor
 from distdl.globals.tensor.structures import map_tensors
 from distdl.partition import Partition
-from distdl.partition.arguments import Split, check_split
+from distdl.partition.arguments import Split, check_split, checks_arguments
 from distdl.verification.certificate import Certificate, versions
 from distdl.verification.quantities import PLURAL, Difference, Quantity, Value, compare, distance, gather, noise
 from distdl.verification.recording import Loss, Optimizer, default_loss, default_optimizer, record
@@ -25,12 +26,13 @@ _PERTURBED = 3  # sequential runs with inputs and weights that differ in their l
 _BACKWARD = "gradient of the output", "gradient of input", "gradient of weight"
 
 
+@checks_arguments
 def verify(
     model: torch.nn.Module | Program,
     P: Split | Program,
     inputs: Any,
     loss: Loss | None = None,
-    steps: int = 2,
+    steps: Count = 2,
     optimizer: Optimizer | None = None,
     weights: str = "replicated",
 ) -> Certificate:
@@ -66,6 +68,8 @@ def verify(
         the backward, with cells, values, and the worker that holds them. ValueError, on every worker, if two runs of
         the sequential program differ; RuntimeError, likewise, if it fails.
     """
+    if steps < 1:
+        raise ValueError(f"verify needs at least 1 step; got {steps}")
     if isinstance(model, torch.nn.Module):
         check_split("verify", "P", P)
         grid = split_of(P, "verify")  # type: ignore[arg-type]  # check_split has seen that it is no function

@@ -54,8 +54,8 @@ def test_sizes_that_are_compared_are_asked_about_once():
 @on_workers
 def test_torch_is_asked_once_about_pictures_of_all_sizes(monkeypatch):
     asked = []
-    judge = interpolation.judge
-    monkeypatch.setattr(interpolation, "judge", lambda *call: asked.append(call) or judge(*call))
+    check = interpolation.check_on_meta
+    monkeypatch.setattr(interpolation, "check_on_meta", lambda *call: asked.append(call) or check(*call))
     for n in range(4, 9):
         for mode in ("bilinear", "bicubic"):
             for given in ({"scale_factor": 2}, {"scale_factor": 1.5, "recompute_scale_factor": True}):

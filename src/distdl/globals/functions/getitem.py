@@ -77,11 +77,14 @@ def _is_basic(step: Any) -> bool:
 
 
 def _in_two(index: tuple[Any, ...], shape: Sequence[int]) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
-    """Split a subscript with tensors, for a tensor of a shape, into two, one after the other.
+    """Split a subscript that has tensors into two that are applied one after the other.
 
     A bool, or a mask without dims, makes a new dim, and picks one row of it or none.
 
-    Returns: numbers, slices and None; then for each dim that these leave an index tensor, gathered, or None.
+    Args:
+        shape: of the tensor that is indexed.
+    Returns: the first subscript, of numbers, slices and None; and for each dim of its result an index tensor, plain and
+        the same on every worker, or None.
     Raises: IndexError if the extents of a mask differ from those of the dims that it covers.
     """
     index = tuple(torch.tensor(step) if isinstance(step, bool) else step for step in index)
@@ -117,8 +120,8 @@ def _is_mask(step: Any) -> bool:
 def _at_mask(index: tuple[Any, ...], x: GlobalTensor) -> tuple[tuple[Any, ...], GlobalTensor, int] | None:
     """Split a subscript of x whose only tensor is a global mask with dims.
 
-    Returns: the rest, with full slices in place of the mask; the mask; the dim at which it begins, of those that the
-        rest leaves. None for other subscripts, and in a rehearsal.
+    Returns: the subscript with full slices in place of the mask; the mask; and the dim of the tensor at that subscript
+        where the mask begins. None for other subscripts, and in a rehearsal.
     """
     masks = [step for step in index if type(step) is GlobalTensor and _is_mask(step)]
     if len(masks) != 1 or not masks[0].dim() or x._context.comm.imagined:
@@ -142,8 +145,8 @@ def _at_mask(index: tuple[Any, ...], x: GlobalTensor) -> tuple[tuple[Any, ...], 
 def get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[index]``: a view for numbers, slices and None; for tensors, a copy.
 
-    A global mask moves nothing but x and itself to the same rows. Index tensors are gathered, and the dims that they
-    index are whole, but into a plain x each worker looks up its own indices.
+    For a global mask, x and the mask come to the same rows; nothing else moves. Index tensors are gathered on every
+    worker, and the dims that they index become whole. Into a plain x, each worker looks up its own indices.
     """
     x, given = args
     index = _as_tuple(given)
@@ -197,7 +200,7 @@ def _merge(
 ) -> tuple[torch.Tensor, Any]:
     """Merge neighbouring index tensors, from the first place on, into one, and the dims that they index into one dim.
 
-    Returns: x with that dim, and the index with that tensor.
+    Returns: x, indexed by all other steps, with these dims as one; and the index of the merged tensor into that.
     Raises: IndexError if they do not broadcast to each other, or reach beyond x.
     """
     together(tensors)  # raises torch's error on every worker
@@ -215,7 +218,12 @@ def _merge(
 
 
 def _without(index: tuple[Any, ...], place: int, dims: int) -> tuple[tuple[Any, ...], int]:
-    """The index of a tensor with a full slice at one place, and the dim of the result that the slice leaves."""
+    """Put a full slice in place of one step of an index. Returns the index, and the dim of its result for this slice.
+
+    Args:
+        place: of the step that is replaced.
+        dims: how many the indexed tensor has.
+    """
     used = sum(step is not None and step is not Ellipsis for step in index)
     basic: list[Any] = []
     at = 0
@@ -289,8 +297,13 @@ def with_cells(x: GlobalTensor, cells: Sequence[torch.Tensor | None], value: Any
 
 
 def _rows_of_value(x: GlobalTensor, dims: Sequence[int], picked: torch.Size, value: Any) -> Any:
-    """A value that is written at index tensors of a shape, as rows: one for each index, of the dims that have none.
+    """A value that is to be written into x at index tensors, as rows: one for each cell of their common shape.
 
+    A row has the dims of x that have no index tensor.
+
+    Args:
+        dims: those of x that have one.
+        picked: the common shape of the index tensors.
     Raises: RuntimeError if the value does not broadcast to ``x[index]``.
     """
     adjacent = dims == list(range(dims[0], dims[-1] + 1))
@@ -309,7 +322,13 @@ def _rows_of_value(x: GlobalTensor, dims: Sequence[int], picked: torch.Size, val
 
 
 def _layout_of_rows(layout: KnownLayout, dims: tuple[int, ...], count: int) -> KnownLayout:
-    """The layout of such rows, for x in a layout: a worker needs all rows, of the other dims the cells of its block."""
+    """The layout in which workers need these rows: all rows, and along the other dims the cells of their blocks of x.
+
+    Args:
+        layout: of x.
+        dims: those of x that have an index tensor.
+        count: how many rows there are.
+    """
 
     def make() -> KnownLayout:
         rest = [dim for dim in range(len(layout.extents)) if dim not in dims]
@@ -340,7 +359,7 @@ def index_put(func: Any, input: Any, indices: Any, values: Any, accumulate: bool
 
 
 def _write(y: GlobalTensor, value: Any) -> None:
-    """Write a number, or a tensor that broadcasts, into a view. Leading dims of extent 1 of the tensor may be more."""
+    """Write a number or a tensor into a view y. The tensor broadcasts to y; more dims in front may have extent 1."""
     check_writable(y)
     if not isinstance(value, torch.Tensor):
         y.fill_(value)

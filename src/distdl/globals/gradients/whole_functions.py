@@ -184,7 +184,11 @@ class _Call:
                 raise RuntimeError(f"expected Variable or None (got {type(one).__name__})")
 
     def gradients(self, given: Sequence[Any]) -> list[Any]:
-        """Return the whole gradient of each result, made of the blocks that torch gives for those that are tensors."""
+        """Return for each result the gradient that the user's backward takes; None for one that is no tensor.
+
+        Args:
+            given: what torch has for the results that are tensors: blocks, or whole gradients of plain results.
+        """
         rest = iter(given)
         found = [next(rest) if kind is Replica or isinstance(kind, KnownLayout) else None for kind in self.results]
         return [
@@ -216,7 +220,7 @@ def _global(block: torch.Tensor, layout: KnownLayout | None) -> torch.Tensor:
 
 
 def _refusing(gradient: Any) -> Any:
-    """Let the block of a gradient refuse a derivative, if ``once_differentiable`` lets the global tensor refuse it."""
+    """If ``once_differentiable`` makes a global gradient raise when differentiated, let its block raise then, too."""
     if type(gradient) is not GlobalTensor:
         return gradient
     with torch._C.DisableTorchFunctionSubclass():

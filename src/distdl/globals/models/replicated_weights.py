@@ -46,7 +46,7 @@ class ReplicatedWeights:
     def begin_forward(self) -> None:
         self._reads_parameters = not torch.is_grad_enabled()
         if self._reads_parameters and self._share_memory():
-            return  # a checkpoint reads the replicas in the backward of an earlier forward
+            return  # the replicas of an earlier forward stay: in its backward, a checkpoint may read them
         self._replicas, self._unread = {}, {}
         if self._reads_parameters:
             return
@@ -72,7 +72,7 @@ class ReplicatedWeights:
         every = [p for p in every if type(p) is not Replica]
         trained = [p for p in every if p.requires_grad]
         for p in trained:
-            # torch adds to a gradient that a program has made of activations, by hand
+            # a program may have set p.grad to a global tensor; torch will add whole gradients to it
             if p.is_leaf and type(p.grad) is GlobalTensor:
                 p.grad = p.grad.full_tensor()
         described = [(id(p), p.shape, p.dtype, p.device) for p in trained]
@@ -87,7 +87,7 @@ class ReplicatedWeights:
             self._buckets.append((places, Which(tuple([numbers[place] for place in places]), path)))
 
     def _share_memory(self) -> bool:
-        """Whether there are replicas in the parameters' memory. ``model.half()`` gives the parameters another."""
+        """Whether there are replicas that still share memory with their parameters. ``model.half()`` ends that."""
         replica = next(iter(self._replicas.values()), None)
         return replica is not None and replica._plain.data_ptr() == replica._variable.data_ptr()
 
@@ -98,7 +98,7 @@ class ReplicatedWeights:
             self._replicas[id(parameter)] = Replica._of_parameter(plain, parameter, context)
 
     def end_forward(self) -> None:
-        """Keep the replicas: a checkpoint reads them in backward."""
+        """Do nothing: the replicas are kept, as a checkpoint may read them in backward."""
 
     def replica_of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
         # the forward itself may have frozen a parameter that entered
@@ -129,7 +129,7 @@ class ReplicatedWeights:
         self._dicts = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedWeights:
-        """The weights of a copied model. A part that is copied by itself keeps this object, which has none of its."""
+        """The weights of a copied model. A part that is copied alone keeps this object, without replicas."""
         if id(self.module) not in memo:
             return self
         made = memo[id(self)] = ReplicatedWeights(deepcopy(self.module, memo), self.P)

@@ -1,15 +1,18 @@
 r"""Sharded weights: every worker stores its share of each parameter, and a module gathers it when it begins to use it.
 
-A parameter is a global tensor that is split over all workers. The forward of the module that owns it gathers it,
+A parameter is a global tensor that is split over all workers. The module that owns it gathers it on every worker t
+when its forward begins to use it, and frees it when the forward ends. The gradient of the share of a worker s is a sum:
 
 .. math:: w_t = w, \qquad \partial w[\text{box of } s] = \sum_t \partial w_t[\text{box of } s]
 
-and frees it after the forward. Autograd does not keep the whole weights for backward. They are gathered once more when
-the gradient of the module's result is there, and are freed when their gradient has been given to the shares (by the
-adjoint of gathering, a reduce-scatter) or when the backward has left the module. So between steps a worker has its
-shares alone. At the peak it also has, in forward, the weights of the modules whose forwards run, one inside another
-(most often one module has weights of its own), twice while the message is unpacked; and in backward, those of one
-module and their gradients. Some small weights are prefetched, or their gradients wait to travel as one message (see
+Autograd does not keep whole weights for backward. A module's weights are gathered once more when the gradient of its
+result is there. They are freed when their own gradient has gone to the shares (by a reduce-scatter, the adjoint of
+gathering), or when the backward has left the module.
+
+So between steps a worker has its shares alone. At the peak of a forward it also has the weights of all modules whose
+forwards run, one inside another, of which most often only one has weights of its own; and these twice while their
+message is unpacked. At the peak of a backward it has the weights of one module and their gradients. Small weights are
+an exception: those of several modules may be gathered together, or their gradients sent together (see
 :mod:`~distdl.globals.models.prefetch`).
 """
 
@@ -65,7 +68,7 @@ class ShardedWeights:
         self._frames: list[Frame] = []
         self._hooks: Any = None
         self._prefetching = Prefetching()
-        self._latest: Sequence[Gathered] = ()  # what the module has gathered whose forward ended last
+        self._latest: Sequence[Gathered] = ()  # what was gathered by the module whose forward ended last
 
     @property
     def _context(self) -> Context:
@@ -82,7 +85,7 @@ class ShardedWeights:
     def begin_forward(self) -> None:
         self.saving.release_failed()
         self._prefetching.begin_forward()
-        # inside of hooks of others, as in a checkpoint of the whole model, these decide what is saved
+        # hooks around us, as of a checkpoint of the whole model, decide what is saved; but some of ours only count
         others = saved_tensors_hooks()
         counts = None if others is None else getattr(others[0], "counts", None)
         if torch.is_grad_enabled() and (others is None or counts is not None):
@@ -105,9 +108,9 @@ class ShardedWeights:
             self._frames.append(Frame(module, packing_hook()))
 
     def end_module(self, module: torch.nn.Module, inputs: Any, result: Any) -> None:
-        """A hook: the forward of a module has ended, or failed.
+        """A hook: the forward of a module has ended, or failed. Frees its weights; its backward gathers them again.
 
-        Raises: RuntimeError if it has written a weight; not in place of an error of the forward.
+        Raises: RuntimeError if the forward has written a weight, unless it has failed with an error of its own.
         """
         if not (self._frames and self._frames[-1].module is module):
             return

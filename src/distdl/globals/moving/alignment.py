@@ -70,9 +70,9 @@ def redistribute_blocks(moves: Sequence[Move], name: str) -> list[torch.Tensor]:
 
 
 def local_slice(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
-    """Slice a replicated tensor to the part that broadcasts to this worker's block in the target layout.
+    """Return the part of a plain tensor or replica that broadcasts to this worker's block in the target layout.
 
-    Dims count from the last, as in broadcasting. Along its dims of extent 1, the tensor is not sliced.
+    The tensor enters first. Dims count from the last, as in broadcasting. A dim that is broadcast is not sliced.
 
     Raises: RuntimeError, on every worker, for a sparse tensor.
     """
@@ -110,7 +110,7 @@ def gather_plain(value: Any) -> Any:
 
 
 def number(one: torch.Tensor) -> Any:
-    """Return the value of a tensor of one element without a gradient, on every worker; other tensors as they are."""
+    """Return the number in a tensor of one element that requires no gradient; other tensors as they are. Collective."""
     if one.numel() != 1 or one.requires_grad or one.is_meta:
         return one
     return one.item() if type(one) is GlobalTensor else plain_of(one).item()
@@ -160,9 +160,10 @@ def aligned(context: Context, operands: Sequence[Any], lead: int | None, name: s
 
 
 def operands_without_dims(context: Context, operands: Sequence[Any], found: Sequence[Any]) -> list[Any]:
-    """Return operands without dims for a worker that holds no cell of the result; ones stand in for global tensors.
+    """For a result without dims: the operands with which a worker that does not hold it calls torch's function.
 
-    So torch tells this worker, too, whether it takes these operands, and the dtype of the result.
+    Each global tensor becomes a 1 without dims. So torch refuses here what it refuses on the worker that holds the
+    result, and tells the result's dtype.
 
     Args:
         found: the operands that :func:`aligned` returned.
@@ -237,7 +238,7 @@ def _align(
 
 
 def _target(extents: Sequence[int], described: Sequence[Any], lead: int | None) -> KnownLayout:
-    """Return the layout of a result: that of its leading operand, in all dims along which this is not broadcast."""
+    """Return the layout of a result: its leading operand's. Dims along which that is broadcast are split evenly."""
     known = [one for one in described if isinstance(one, KnownLayout)]
     if lead is None:
         chosen = max(known, key=lambda one: (one.size.numel(), len(one.rulers)))  # the first of the largest

@@ -37,7 +37,7 @@ class Tie(Protocol):
     """What ties a global tensor to a plain tensor, whole on every worker, that would be the same tensor in torch."""
 
     def holds(self) -> bool:
-        """Whether the plain tensor may still be written, or an error of an earlier write is to be raised."""
+        """Whether the tie is still needed: the plain tensor may be written yet, or an error waits to be raised."""
 
     def check(self, x: GlobalTensor) -> None:
         """Bring to x what was written into the plain tensor. Called before x is used.
@@ -74,9 +74,9 @@ class GlobalTensor(torch.Tensor):
     _strides: tuple[int, ...] = ()
     # how many elements would lie before it in that memory
     _offset: int = 0
-    # weak references to the tensor of which it is a view, to that of which this one is a view, and so on
+    # of a view: weak references to the tensor that it was taken from, to what that was taken from, and so on
     _views_of: tuple[weakref.ref[GlobalTensor], ...] = ()
-    # what it has in common with all tensors that would share its memory in torch: a views.aliasing.Memory
+    # a views.aliasing.Memory, the same object for all its views; copies that stand for views have others of its family
     _memory: Any = None
     # plain tensors, whole on every worker, that would be the same tensor in torch
     _ties: Sequence[Tie] = ()
@@ -94,13 +94,13 @@ class GlobalTensor(torch.Tensor):
 
     @staticmethod
     def _of(block: torch.Tensor, layout: KnownLayout, above: torch.Tensor | None = None) -> GlobalTensor:
-        """The global tensor of which this worker has a block, without a message.
+        """Make the global tensor of this worker's block. Sends no message.
 
         Args:
-            above: the block of which this one was taken as a view, if it was. A view without cells stays connected to
-                it when one of the two is written.
+            above: if the block is a view, the block that it was taken from. So a view without cells stays connected to
+                it in the graph, also once one of the two is written in place.
         """
-        # on "meta", so that torch refuses it as the .data of a plain tensor, as reading that would end the process
+        # on "meta", so that torch refuses ``plain.data = made``: to read a plain tensor with it would end the process
         made: GlobalTensor = torch.Tensor._make_wrapper_subclass(
             GlobalTensor,
             layout.size,
@@ -229,7 +229,7 @@ class GlobalTensor(torch.Tensor):
         return METHODS["call_module"](module, call, args, kwargs)
 
     def as_subclass(self, cls: Any) -> Any:
-        """The tensor itself, where it is asked for as a ``torch.Tensor``: libraries shed their own class by that.
+        """The tensor itself, if cls is ``torch.Tensor``: libraries call this to be rid of a subclass of their own.
 
         Raises: TypeError for another class.
         """

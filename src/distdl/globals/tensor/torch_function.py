@@ -141,8 +141,8 @@ def _call_plain(
 ) -> Any:
     """Call a function with the plain tensors of replicas. Its results are replicas; in a function on blocks, plain.
 
-    A plain argument that requires a gradient enters first, as this worker has a part of its gradient only. A plain
-    tensor that the function writes becomes a replica.
+    Outside of functions on blocks, a plain argument that requires a gradient enters first, because this worker has only
+    a part of its gradient; and a plain tensor that the function writes becomes a replica, if it then requires one.
 
     Args:
         found: the replicas among the arguments.
@@ -170,7 +170,7 @@ def _call_plain(
     result = func(*given, **named)
     if alone:
         written = replicas.get(id(result))
-        # in a function on blocks, too, a replica that is written without gradients stays one, as by self.w += 1
+        # without grad mode, what was written (self.w += 1) is returned as the parameter itself, also on blocks
         return result if written is None or torch.is_grad_enabled() else assigned(written)
     for one in targets:
         if one.requires_grad:
@@ -244,7 +244,7 @@ def check_unmixed(name: str, types: Iterable[type]) -> None:
 
 
 def check_one_world(name: str, values: Any) -> None:
-    """Check that the arguments of a function are of one world: in another one, the same numbers are other workers.
+    """Check that all arguments of a function are of one world. In another world, worker 1 is another worker.
 
     Raises: ValueError if they are not.
     """
@@ -261,7 +261,7 @@ def _is_of_lists(func: Any) -> bool:
 
 
 def _is_users(operator: Any) -> bool:
-    """Whether an operator is a user's that may have a backward of its own: torch refuses one for what writes."""
+    """Whether an operator is a user's and writes no argument. Torch lets only such ones have a backward."""
     if str(operator).startswith(("aten.", "prims.")):
         return False
     single = isinstance(operator, torch._ops.OpOverload)

@@ -1,6 +1,6 @@
-"""Which global tensors share memory in torch: views, and copies of tensors that torch would view.
+"""Which global tensors would share memory in torch: views, and copies that stand for views.
 
-A view whose cells have to move to other workers becomes a copy here.
+A view whose cells have to move to other workers is such a copy.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ class Memory:
 
     Where the cells of a view have to move to other workers, the view is a copy with a memory of its own. Both memories
     form a family, with those of all further copies. A write into one member outdates the same places of the others, and
-    using an outdated tensor is an error. Heads of attention need places, not only members: q, k and v are parts of one
-    tensor, ``rearrange`` copies all three, and then ``q *= scale`` writes into one of them.
+    using an outdated tensor is an error. Only the same places: q, k and v of an attention are parts of one tensor, and
+    ``rearrange`` copies all three. Then ``q *= scale`` outdates neither k nor v.
 
     Attributes:
         family: weak references to all memories that would be one in torch; None while there is only this one.
         placed: whether the strides and offsets of the tensors here say where they lie in torch's memory.
         fixed: why nothing may be written here; empty if it may.
-        buffers: those of the family that are buffers or parameters of a model; see :func:`note_stored`.
+        buffers: the memories of buffers and parameters that were set to a tensor here (see :func:`note_stored`). The
+            family refers to them weakly; this list keeps them.
         writes: how many functions have written here.
         has_plain_views: whether a view was made without gradients.
     """
@@ -51,7 +52,7 @@ class Memory:
         self._watch(block)
 
     def check(self, x: GlobalTensor) -> None:
-        """Raise RuntimeError if a write into another member has outdated x, which lies here."""
+        """Raise RuntimeError if a write into another member has outdated x, a tensor in this memory."""
         self._find_unnoted_writes()
         own = self._region_of(x) if self._outdated else None
         for region, why in self._outdated:
@@ -195,9 +196,10 @@ def note_view(x: GlobalTensor, y: GlobalTensor) -> None:
 
 
 def base_of(x: GlobalTensor) -> GlobalTensor | None:
-    """Return the first of the tensors of which x is a view, from the nearest on, whose block is no view.
+    """Return the tensor of which x is a view in the end, as ``x._base`` in torch; None if it is x itself.
 
-    If all blocks are views, it is the last tensor that still exists. Returns None if that is x itself.
+    It is the first whose block is no view, beginning with x, then what x was taken from, and so on. If all these blocks
+    are views, it is the last of these tensors that still exists.
     """
     above = [one() for one in x.__dict__.get("_views_of", ())]
     chain = [x, *(one for one in above if one is not None)]
@@ -210,9 +212,12 @@ _WRITE_EXPANDED = frozenset(["fill_", "zero_", "masked_fill_", _PART_ASSIGNMENT,
 
 
 def check_writable(x: GlobalTensor, name: str = "") -> None:
-    """Raise torch's RuntimeError if a function would write an expanded tensor, and torch does not let this one do so.
+    """Raise torch's RuntimeError if a function would write into an expanded tensor. Some functions may (``fill_``).
 
-    Torch sees it in a block only if the block has several elements in one place. Here every worker raises.
+    Torch itself raises only where a block has several elements in one place. This raises on every worker.
+
+    Args:
+        name: of the function; an empty one may not.
     """
     strides = () if name.removeprefix("_foreach_") in _WRITE_EXPANDED else x.__dict__.get("_strides", ())
     if 0 in strides and any(n > 1 and not step for n, step in zip(x.shape, strides, strict=True)) and x.numel():
@@ -243,9 +248,10 @@ def check_no_overlap(x: GlobalTensor, name: str) -> None:
 
 
 def note_written(x: GlobalTensor, name: str) -> None:
-    """Note that a function has written x, or may have, for it returned x. Raises RuntimeError if x must not be written.
+    """Note that a function has written x, or may have, for it returned x. Called after the write.
 
-    See :func:`check_writable` and ``Memory.fixed``.
+    Raises: RuntimeError if x must not be written (see :func:`check_writable` and ``Memory.fixed``). The block has the
+        new values by then.
     """
     note_requires(x)
     if "_strides" in x.__dict__:
