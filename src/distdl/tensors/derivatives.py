@@ -12,6 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from distdl.environment.arguments import checks_fields
+from distdl.tensors.private_torch import current_graph_task_id
 
 
 @checks_fields
@@ -102,7 +103,7 @@ def is_recomputed() -> bool:
 
     Or that of a derivative, which is differentiated again.
     """
-    return torch._C._current_graph_task_id() != -1 and (torch.is_grad_enabled() or _here.recomputed)
+    return current_graph_task_id() != -1 and (torch.is_grad_enabled() or _here.recomputed)
 
 
 class _Here(threading.local):

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from distdl.tensors.modes import unobserved
+from distdl.tensors.private_torch import current_graph_task_id
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def forgetting() -> Iterator[None]:
 
 def forget_failed() -> None:
     """Let this thread forget the backwards that have failed in it. Nothing, inside of another backward."""
-    if torch._C._current_graph_task_id() != -1:
+    if current_graph_task_id() != -1:
         return
     leaf, oldest = _OLDEST
     # torch takes the newest nodes first, so before it comes to this oldest one it drops all nodes of backwards that

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from distdl.tensors.modes import is_selective, unobserved
+from distdl.tensors.private_torch import are_functorch_transforms_active, len_torch_dispatch_stack
 
 
 class TransformError(RuntimeError):
@@ -37,9 +38,9 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
+        if are_functorch_transforms_active():
             raise TransformError
-        if torch._C._len_torch_dispatch_stack() and not cls.observed and is_selective():
+        if len_torch_dispatch_stack() and not cls.observed and is_selective():
             with unobserved():
                 return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # as below
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # the base is written in C

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.environment import recycled_memory, tunes_malloc
+from distdl.tensors.private_torch import disable_current_modes
 from distdl.tensors.recorders import as_one_call
 
 SMALLEST = 1 << 20  # bytes; below, the allocator of torch keeps its pages by itself
@@ -55,7 +55,7 @@ class Pool:
                 if not blocks:
                     del self._blocks[capacity]
         if block is None:
-            with _disable_current_modes():  # modes that count memory count the tensor over this block instead
+            with disable_current_modes():  # modes that count memory count the tensor over this block instead
                 block = torch.empty(capacity, dtype=torch.uint8, device="cpu").numpy()
         lease = block.view(_Lease)
         lease.home = (self, block)

@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-import torch
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from distdl.tensors.private_torch import disable_current_modes, len_torch_dispatch_stack
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,15 +22,15 @@ def unobserved() -> AbstractContextManager[Any]:
     set-ups there are none then, and which of two workers copies a message differs from time to time. And what writes
     (a message into a buffer) would not be called again, where what it gives has been saved.
     """
-    if not torch._C._len_torch_dispatch_stack():
+    if not len_torch_dispatch_stack():
         return _NOTHING
     own = any(type(one).__module__.startswith("distdl.") for one in _get_current_dispatch_mode_stack())
-    return _NOTHING if own else _disable_current_modes()
+    return _NOTHING if own else disable_current_modes()
 
 
 def uncounted() -> AbstractContextManager[Any]:
     """A context for what torch is asked about tensors without memory: no mode sees it, not even one of ours."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
+    return disable_current_modes() if len_torch_dispatch_stack() else _NOTHING
 
 
 def is_seen() -> bool:
@@ -52,7 +53,7 @@ def hidden(function: Callable[P, T]) -> Callable[P, T]:
 
 def is_selective() -> bool:
     """Whether a selective checkpoint sees the operators that are called."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not len_torch_dispatch_stack():
         return False
     return any(type(one).__module__ == _CHECKPOINTS for one in _get_current_dispatch_mode_stack())
 

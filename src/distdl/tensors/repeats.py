@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distdl.tensors.derivatives import is_checkpointed
 from distdl.tensors.function import Function
+from distdl.tensors.private_torch import current_graph_task_id
 
 _Number = TypeVar("_Number")
 _stack = torch._C._autograd
@@ -68,7 +69,7 @@ class CallCount:
         return repeated(self._count)
 
     def _count(self) -> int:
-        if not _in_backward():
+        if current_graph_task_id() == -1:
             self.number += 1
         elif not torch.is_grad_enabled():
             raise RuntimeError(f"a random layer is called in a backward, without gradients; {_ADVICE}")
@@ -88,7 +89,7 @@ def repeatable(x: torch.Tensor) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return x
     # a checkpoint that recomputes without re-entry repeats the numbers that it drew
-    inside = _in_backward() and all(backward is None for _, backward in checkpoints())
+    inside = current_graph_task_id() != -1 and all(backward is None for _, backward in checkpoints())
     if not (inside or is_checkpointed()):
         return x
     # the anchor: also an x that needs no gradient may be repeated, and then the backward has to go through here
@@ -115,10 +116,6 @@ class _Repeatable(Function):
 
 
 _ADVICE = "a re-entrant checkpoint does not draw again what it drew"
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def checkpoints() -> list[tuple[Any, Any]]:

@@ -7,7 +7,6 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.environment.arguments import brief
 from distdl.geometry.boxes import Shape
@@ -28,6 +27,7 @@ from distdl.globals.tensor.torch_function import check_one_world
 from distdl.partition.arguments import checks_arguments
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.memory import without_memory
+from distdl.tensors.private_torch import DisableTorchFunction, disable_current_modes
 
 
 @checks_arguments
@@ -126,7 +126,7 @@ class _Call:
 
     def _shapes_on(self, worker: int) -> list[Shape | None]:
         """Return the shapes of the results of another worker, in a rehearsal."""
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with disable_current_modes(), DisableTorchFunction():
             args, kwargs = map_tensors(self.given, partial(_without_values, worker=worker))
             y = self.function(*args, **kwargs)
         return shapes_of(y if isinstance(y, (tuple, list)) else [y])

@@ -23,6 +23,7 @@ from distdl.globals.tensor.table import name_of
 from distdl.partition import Layout, Partition, dims
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on
+from distdl.tensors.private_torch import DisableTorchFunctionSubclass
 
 
 def is_place(value: Any) -> bool:
@@ -225,7 +226,7 @@ def _layout_of(
 
 def edge_of(one: torch.Tensor) -> GradientEdge:
     """Return the gradient edge of a tensor of any class."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return get_gradient_edge(one)
 
 

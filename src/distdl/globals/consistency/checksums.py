@@ -20,6 +20,7 @@ from distdl.globals.tensor.observers import BITS
 from distdl.partition import dims
 from distdl.partition.encoding import encode
 from distdl.tensors.modes import unobserved
+from distdl.tensors.private_torch import current_graph_task_id
 from distdl.tensors.recorders import aside
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of tensors whose values are compared
@@ -129,7 +130,7 @@ class Samples:
 
     def keep(self, x: torch.Tensor) -> None:
         """Keep some values of a plain tensor, outside of backwards: there, workers do not compute in one order."""
-        if not self._left or torch._C._current_graph_task_id() != -1 or not is_comparable(x):
+        if not self._left or current_graph_task_id() != -1 or not is_comparable(x):
             return
         if x.requires_grad and x.numel() == 1 and type(x) is torch.Tensor:  # may be the loss of this worker's block
             return

@@ -27,6 +27,7 @@ from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.tensor.table import name_of
 from distdl.partition import Layout, dims
 from distdl.tensors.modes import unobserved
+from distdl.tensors.private_torch import DisableTorchFunction, current_graph_task_id
 from distdl.transport import Communicator
 from distdl.transport.callsite import current_path
 from distdl.transport.communicator import name_workers
@@ -119,7 +120,7 @@ def _past() -> list[str]:
 
 def _described_here(what: str) -> str:
     """The text of an exchange: the call, or the backward, to which it belongs, and the module in which it is made."""
-    backward = torch._C._current_graph_task_id() != -1
+    backward = current_graph_task_id() != -1
     if backward and not what.startswith("the backward"):
         what = f"the backward of {what}"
     elif not backward and _calls.open:
@@ -182,7 +183,7 @@ def _plain(x: torch.Tensor, whole: bool) -> str:
     text = f"a plain {'nested' if x.is_nested else dims(x.shape)} {x.dtype}"
     if not whole or type(x) not in _SAME or x.is_nested or x.layout is not torch.strided or x.is_meta:
         return text
-    with torch._C.DisableTorchFunction(), unobserved():
+    with DisableTorchFunction(), unobserved():
         return f"{text} with checksum {checksum(x):08x}"
 
 

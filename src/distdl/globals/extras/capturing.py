@@ -12,10 +12,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch._functorch import apis
-from torch._functorch import vmap as vmapping
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from distdl.globals.extras.mapping import torchs_flat_vmap
 from distdl.globals.extras.transforms import leads_beyond
@@ -32,9 +29,11 @@ from distdl.nn.module import COPIES
 from distdl.tensors.function import TransformError
 from distdl.tensors.levels import beneath, is_batched, mapping
 from distdl.tensors.memory import without_memory
+from distdl.tensors.private_torch import DisableTorchFunction
+from distdl.tensors.private_transforms import tree_leaves, vmap_impl
 
 # torch's vmap, as ours might call the function for one element after another, a different number on each worker
-_torchs_vmap = composite(apis.vmap, vmap_impl=composite(vmapping.vmap_impl, _flat_vmap=torchs_flat_vmap))
+_torchs_vmap = composite(torch.vmap, vmap_impl=composite(vmap_impl, _flat_vmap=torchs_flat_vmap))
 # the in_dims of places of samples, heads, queries and keys, of which the last is mapped first, as in torch
 _PLACES = (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)
 
@@ -105,7 +104,7 @@ class Captured(TorchFunctionMode):
 
         It is made beneath the levels of vmap, as it may send messages, and without this mode.
         """
-        with torch._C.DisableTorchFunction(), beneath(), torch.set_grad_enabled(self._grads):
+        with DisableTorchFunction(), beneath(), torch.set_grad_enabled(self._grads):
             if type(x) is Replica:
                 return plain_of(x)
             if type(x) is not GlobalTensor:

@@ -12,9 +12,6 @@ from inspect import getclosurevars
 from typing import Any
 
 import torch
-from torch._higher_order_ops import utils
-from torch._higher_order_ops.associative_scan import generic_associative_scan
-from torch.utils import _pytree as pytree
 
 from distdl.globals.extras.transforms import is_split
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -22,6 +19,7 @@ from distdl.globals.tensor.replicas import Replica
 from distdl.globals.tensor.running import is_running
 from distdl.globals.tensor.table import composite
 from distdl.nn.compiling import REASON
+from distdl.tensors.private_transforms import generic_associative_scan, stack_pytree, tree_leaves, tree_unflatten
 from distdl.workers.worlds import launched
 
 
@@ -34,11 +32,11 @@ def _while_loop(cond_fn: Any, body_fn: Any, carried: Sequence[Any], additional: 
 
     Raises: RuntimeError if the condition is no bool, or if the body returns other shapes or dtypes than it was given.
     """
-    found, _ = pytree.tree_unflatten([*carried, *additional], getclosurevars(body_fn).nonlocals["in_spec"])
+    found, _ = tree_unflatten([*carried, *additional], getclosurevars(body_fn).nonlocals["in_spec"])
     first = carried = [one.clone() if isinstance(one, torch.Tensor) else one for one in carried]
     while _is_true(cond_fn(*carried, *additional)):
         found = body_fn(*carried, *additional)
-        carried = pytree.tree_leaves(found)
+        carried = tree_leaves(found)
         _check_carried("while_loop", "body_fn", first, carried)
     return found
 
@@ -55,14 +53,14 @@ def _scan(combine_fn: Callable[..., Any], init: Sequence[Any], xs: Sequence[Any]
     carry: Any = init
     each = []
     for place in range(xs[0].shape[0]):
-        carry, y = combine_fn(*pytree.tree_leaves(carry), *[x.select(0, place) for x in xs])
-        _check_carried("scan", "combine_fn", init, pytree.tree_leaves(carry))
+        carry, y = combine_fn(*tree_leaves(carry), *[x.select(0, place) for x in xs])
+        _check_carried("scan", "combine_fn", init, tree_leaves(carry))
         each.append(y)
-    return carry, utils._stack_pytree(each)
+    return carry, stack_pytree(each)
 
 
 def _map(f: Callable[..., Any], xs: Sequence[Any], args: Sequence[Any]) -> Any:
-    return utils._stack_pytree([f(*[x.select(0, place) for x in xs], *args) for place in range(xs[0].shape[0])])
+    return stack_pytree([f(*[x.select(0, place) for x in xs], *args) for place in range(xs[0].shape[0])])
 
 
 def _associative_scan(combine_fn: Callable[..., Any], xs: Sequence[Any], additional_inputs: Any) -> Any:

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from distdl.globals.extras.transforms import is_split
 from distdl.globals.tensor.table import composite
 from distdl.tensors.function import TransformError
+from distdl.tensors.private_torch import are_functorch_transforms_active
+from distdl.tensors.private_transforms import tree_leaves, tree_map, tree_structure, tree_unflatten
 from distdl.workers.worlds import launched
 
 
@@ -24,7 +25,7 @@ def _linear(function: Any, adjoint: Any, *inputs: torch.Tensor) -> Any:
 
     Raises: TransformError inside of torch's transforms, so that these call it for one sample after another.
     """
-    if torch._C._are_functorch_transforms_active():
+    if are_functorch_transforms_active():
         raise TransformError
     return _Linear.apply(function, adjoint, *inputs)
 
@@ -61,18 +62,18 @@ def linearized(original: Any, func: Callable[..., Any], *primals: Any) -> Any:
     if not is_split((primals, first)):
         if launched() != "threads":  # torch's count of its levels is shared by all threads
             return original(again, *primals)
-        if torch._C._are_functorch_transforms_active():
+        if are_functorch_transforms_active():
             raise TransformError
-    given, made = (pytree.tree_structure(one) for one in (primals, first[0]))
+    given, made = (tree_structure(one) for one in (primals, first[0]))
     with torch.no_grad():  # the derivative is constant in the tensors outside
         y, pull_back = _vjp(func, *primals)
-        _, push_forward = _vjp(pull_back, pytree.tree_map(torch.zeros_like, y))
+        _, push_forward = _vjp(pull_back, tree_map(torch.zeros_like, y))
 
     def forward(*tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(pytree.tree_leaves(push_forward(pytree.tree_unflatten(tangents, given))))
+        return tuple(tree_leaves(push_forward(tree_unflatten(tangents, given))))
 
     def backward(*gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(pytree.tree_leaves(pull_back(pytree.tree_unflatten(gradients, made))))
+        return tuple(tree_leaves(pull_back(tree_unflatten(gradients, made))))
 
     own = composite(
         original,

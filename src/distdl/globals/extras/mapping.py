@@ -15,9 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._functorch import vmap as vmapping
-from torch._functorch.predispatch import _remove_batch_dim
-from torch.utils import _pytree as pytree
 
 from distdl.globals.extras.transforms import is_split, leads_beyond
 from distdl.globals.layouts.context import KnownLayout
@@ -31,12 +28,21 @@ from distdl.globals.tensor.table import composite, name_of, original_of
 from distdl.tensors.derivatives import saved_tensors_hooks
 from distdl.tensors.draws import Draws
 from distdl.tensors.function import TransformError
+from distdl.tensors.private_torch import are_functorch_transforms_active
+from distdl.tensors.private_transforms import (
+    flat_vmap_as_patched,
+    maybe_remove_batch_dim,
+    remove_batch_dim,
+    tree_flatten,
+    tree_unflatten,
+    unwrap_batched,
+)
 from distdl.transport.callsite import current_place, users_call
 
 _MANY = 256  # with more calls than that, a warning tells that samples are taken one by one
 _MOST = 4096  # with more calls than that, a model refuses plain samples: a mask may have millions
 
-torchs_flat_vmap = original_of(vmapping._flat_vmap)
+torchs_flat_vmap = original_of(flat_vmap_as_patched)
 
 
 class _Calls(threading.local):
@@ -67,7 +73,7 @@ def flat_vmap(
     torchs = partial(original, func, batch_size, flat_in_dims, flat_args, args_spec, out_dims, randomness)
     samples = _Samples(func, batch_size, flat_in_dims, flat_args, args_spec, randomness, kwargs)
     if not is_split((flat_args, kwargs)):
-        if torch._C._are_functorch_transforms_active():
+        if are_functorch_transforms_active():
             return torchs(**kwargs)
         try:
             return torchs(**kwargs)
@@ -78,7 +84,7 @@ def flat_vmap(
             y = samples.on_blocks()
         except TransformError:
             y = samples.one_by_one()
-    return composite(vmapping._unwrap_batched, _maybe_remove_batch_dim=_samples_to)(y, out_dims, 0, batch_size, func)
+    return composite(unwrap_batched, _maybe_remove_batch_dim=_samples_to)(y, out_dims, 0, batch_size, func)
 
 
 def _samples_to(name: str, y: torch.Tensor, level: int, count: int, out_dim: int | None) -> torch.Tensor:
@@ -89,7 +95,7 @@ def _samples_to(name: str, y: torch.Tensor, level: int, count: int, out_dim: int
     if out_dim is None:
         return y[0]
     if not isinstance(y, torch.Tensor):
-        return vmapping._maybe_remove_batch_dim(name, y[0], level, count, out_dim)
+        return maybe_remove_batch_dim(name, y[0], level, count, out_dim)
     return y.movedim(0, out_dim)
 
 
@@ -127,14 +133,14 @@ class _Samples:
             each = []
             for number in range(self.count):
                 with draws():
-                    each.append(pytree.tree_flatten(self._call(number)))
+                    each.append(tree_flatten(self._call(number)))
         finally:
             _calls.count = around
         for _, spec in each:
             if spec != each[0][1]:
                 raise ValueError(f"vmap needs results of one structure; got {each[0][1]} and {spec}")
         stacked = [_stack(ys) for ys in zip(*(flat for flat, _ in each), strict=True)]
-        return pytree.tree_unflatten(stacked, each[0][1])
+        return tree_unflatten(stacked, each[0][1])
 
     def _without_samples(self) -> Any:
         """The results for no samples: empty, in the shapes and dtypes of the results for a sample of zeros."""
@@ -158,7 +164,7 @@ class _Samples:
 
     def _call(self, number: int) -> Any:
         given = [x if d is None else x.select(d, number) for x, d in zip(self.args, self.in_dims, strict=True)]
-        return self.func(*pytree.tree_unflatten(given, self.spec), **self.kwargs)
+        return self.func(*tree_unflatten(given, self.spec), **self.kwargs)
 
     def on_blocks(self) -> Any:
         """Map this worker's samples by torch's vmap, without a message. Returns: the results, with samples in dim 0.
@@ -184,7 +190,7 @@ class _Samples:
         vmap_of_any = composite(torchs_flat_vmap, _unwrap_batched=_UNWRAP_ANY)
         with on_blocks():
             y = vmap_of_any(self.func, stop - start, self.in_dims, given, self.spec, 0, self.randomness, **named)
-        flat, spec = pytree.tree_flatten(y)
+        flat, spec = tree_flatten(y)
         results: list[Any] = []
         for found in flat:
             if isinstance(found, _PerSample):
@@ -196,7 +202,7 @@ class _Samples:
             rest = [((0, extent),) for extent in block.shape[1:]]
             workers = layout.partition.workers.reshape(-1, *[1] * len(rest))
             results.append(GlobalTensor._of(block, context.layout(workers, [layout.intervals[0], *rest])))
-        return pytree.tree_unflatten(results, spec)
+        return tree_unflatten(results, spec)
 
     def _samples_layout(self) -> KnownLayout:
         """How samples are split over all workers: the layout of a tensor that has the dim of samples alone.
@@ -242,10 +248,10 @@ class _PerSample(tuple[Any, ...]):
 
 
 def _unwrapped(name: str, y: Any, level: int, count: int, out_dim: int) -> Any:
-    return _remove_batch_dim(y, level, count, out_dim) if isinstance(y, torch.Tensor) else _PerSample([y])
+    return remove_batch_dim(y, level, count, out_dim) if isinstance(y, torch.Tensor) else _PerSample([y])
 
 
-_UNWRAP_ANY = composite(vmapping._unwrap_batched, _maybe_remove_batch_dim=_unwrapped)
+_UNWRAP_ANY = composite(unwrap_batched, _maybe_remove_batch_dim=_unwrapped)
 
 
 def _stack(ys: Sequence[Any]) -> Any:

@@ -21,8 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._functorch import eager_transforms
-from torch.utils import _pytree as pytree
 
 from distdl.globals.tensor.block import Block
 from distdl.globals.tensor.global_tensor import GlobalTensor
@@ -36,6 +34,8 @@ from distdl.globals.views.aliasing import base_of
 from distdl.partition.sharing import gather_values
 from distdl.tensors.derivatives import KEEPS_TENSORS, MADE_BY, saved_tensors_hooks
 from distdl.tensors.function import TransformError
+from distdl.tensors.private_torch import are_functorch_transforms_active
+from distdl.tensors.private_transforms import autograd_grad, safe_unpack_dual, tree_flatten, tree_map, tree_unflatten
 from distdl.workers.worlds import launched
 
 
@@ -69,9 +69,7 @@ class Transform:
             _autograd_grad=self._gradients,
             JVP_NESTING=0,
             fwAD=SimpleNamespace(_set_fwd_grad_enabled=lambda on: nullcontext(), make_dual=self._dual),
-            safe_unpack_dual=composite(
-                eager_transforms.safe_unpack_dual, fwAD=SimpleNamespace(unpack_dual=self._unpack_dual)
-            ),
+            safe_unpack_dual=composite(safe_unpack_dual, fwAD=SimpleNamespace(unpack_dual=self._unpack_dual)),
         )
         y = own(*args, **kwargs)
         self.detach_written()
@@ -110,7 +108,7 @@ class Transform:
                 self._constant.append(x)
             return (x if self._has_graph_outside else x.detach()).view_as(x)
 
-        return pytree.tree_map(alias, tree)
+        return tree_map(alias, tree)
 
     def differentiable(self, tree: Any, level: Any = None) -> Any:
         """The tensors in a structure, which require gradients now: those to differentiate by.
@@ -126,7 +124,7 @@ class Transform:
             self._inputs.append((own_of(x), own_of(x).grad_fn))
             return x
 
-        return pytree.tree_map(differentiable, tree)
+        return tree_map(differentiable, tree)
 
     def check_unwritten(self) -> None:
         """Raises: torch's RuntimeError if the function has written a tensor that it is differentiated by."""
@@ -147,14 +145,12 @@ class Transform:
 
         Raises: RuntimeError for a result that is no tensor.
         """
-        ys, spec = pytree.tree_flatten(tree)
+        ys, spec = tree_flatten(tree)
         for y in ys:
             if not isinstance(y, torch.Tensor):
                 raise RuntimeError(f"Expected tensors, got unsupported type {type(y)}")
         found = zip(ys, self._depend_on_outside(ys), strict=True)
-        return pytree.tree_unflatten(
-            [y if depends or not y.requires_grad else y.detach() for y, depends in found], spec
-        )
+        return tree_unflatten([y if depends or not y.requires_grad else y.detach() for y, depends in found], spec)
 
     def _gradients(
         self,
@@ -172,8 +168,7 @@ class Transform:
         self.check_unwritten()
         shared = any(self._depend_on_outside(outputs))
         makes_graph = create_graph and (shared or any(dy.requires_grad for dy in grad_outputs or ()))
-        find: Any = eager_transforms._autograd_grad
-        found = find(outputs, inputs, grad_outputs, retain_graph or shared or makes_graph, makes_graph)
+        found = autograd_grad(outputs, inputs, grad_outputs, retain_graph or shared or makes_graph, makes_graph)
         return tuple(found) if makes_graph and not self._has_graph_outside else tuple(self._detached(found, self))
 
     def _dual(self, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
@@ -256,7 +251,7 @@ def is_split(values: Any) -> bool:
         raise RuntimeError(TRANSFORMED)
     if GlobalTensor not in kinds and Replica not in kinds:
         return False
-    if torch._C._are_functorch_transforms_active():
+    if are_functorch_transforms_active():
         raise TransformError
     return not is_on_blocks()
 
@@ -273,7 +268,7 @@ def transformed(original: Any, *args: Any, **kwargs: Any) -> Any:
         hooks = saved_tensors_hooks()
         refused = hooks is not None and hasattr(hooks[0], KEEPS_TENSORS)
     if not is_split((args, kwargs)):
-        inside = torch._C._are_functorch_transforms_active()
+        inside = are_functorch_transforms_active()
         if inside and refused:
             raise TransformError
         if inside or (is_on_blocks() and not refused):

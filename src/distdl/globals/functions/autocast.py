@@ -15,6 +15,7 @@ import torch
 from distdl.globals.rules.applying import widened
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import TABLE, Handler, name_of
+from distdl.tensors.private_torch import is_any_autocast_enabled
 
 _ALWAYS = " cdist prod triplet_margin_loss"
 # Functions that torch computes in float32. Left out are those for which torch or an op of distdl gives the right dtype:
@@ -47,7 +48,7 @@ def _to_widest(devices: Collection[str], args: Any) -> Cast:
 def _casting(handler: Handler, cast: Callable[[Collection[str], Any], Cast], devices: Collection[str]) -> Handler:
     @wraps(handler)
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch._C._is_any_autocast_enabled():
+        if is_any_autocast_enabled():
             args, kwargs = map_tensors((args, kwargs), cast(devices, (args, kwargs)))
         return handler(func, args, kwargs)
 

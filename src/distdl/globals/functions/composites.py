@@ -20,6 +20,7 @@ from distdl.globals.tensor.table import TABLE, Handler, by_name, composite, hand
 from distdl.globals.views.aliasing import write_back
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.modes import uncounted
+from distdl.tensors.private_torch import unpool_output_size
 
 
 def rebuilt(func: Any, **names: Any) -> Handler:
@@ -101,9 +102,8 @@ def max_unpooling(
     steps = kernel if stride is None else per_dim(stride)
     if output_size is not None and len(output_size) > dims:
         output_size = output_size[-dims:]
-    extents: Any = getattr(functional, "_unpool_output_size")  # noqa: B009  # torch does not export it
     with uncounted():
-        size = extents(torch.empty(input.shape, device="meta"), kernel, steps, margins, output_size)
+        size = unpool_output_size(torch.empty(input.shape, device="meta"), kernel, steps, margins, output_size)
     values = input.flatten(-dims)
     y = values.new_zeros((*values.shape[:-1], prod(size)))
     return y.scatter(-1, indices.flatten(-dims), values).unflatten(-1, tuple(size))

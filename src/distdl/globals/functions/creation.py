@@ -16,6 +16,7 @@ from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import TABLE, by_name, handles
+from distdl.tensors.private_torch import variable_functions
 
 
 @handles("new_zeros new_ones new_full new_empty", "Tensor")
@@ -104,4 +105,4 @@ def meshgrid(func: Any, *tensors: Any, indexing: str | None = None) -> Any:
 
 
 # torch.meshgrid asks no subclass itself, but calls this function, which does
-TABLE[getattr(torch._C._VariableFunctions, "meshgrid")] = meshgrid  # noqa: B009  # the stubs lack it
+TABLE[variable_functions.meshgrid] = meshgrid

@@ -7,8 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _foreach_supported_types as _STEPPED
-from torch.utils._foreach_utils import _foreach_supported_types as _CLIPPED
 
 from distdl.globals.functions.norms import norm_over
 from distdl.globals.functions.pointwise import elementwise
@@ -21,6 +19,7 @@ from distdl.globals.tensor.table import TABLE, by_name, handles
 from distdl.globals.views.aliasing import check_writable, note_written
 from distdl.partition.sharing import reduce_values
 from distdl.tensors.derivatives import NONE
+from distdl.tensors.private_torch import clipping_foreach_types, optimizer_foreach_types
 
 
 def elementwise_of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -308,6 +307,6 @@ def _check_fused(name: str, x: Any, one: Any) -> None:
         raise RuntimeError(f"{name} writes in place into a tensor that requires a gradient; call it in torch.no_grad()")
 
 
-for _types in (_STEPPED, _CLIPPED):
+for _types in (optimizer_foreach_types, clipping_foreach_types):
     if GlobalTensor not in _types:  # by default, clipping and optimisers on a GPU pass lists of these types only
         _types.append(GlobalTensor)

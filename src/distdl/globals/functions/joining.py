@@ -20,6 +20,7 @@ from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.table import TABLE, by_name, handles
 from distdl.partition.groups import IntArray
 from distdl.tensors.connection import zeros_on
+from distdl.tensors.private_torch import nn_functions
 
 
 def joined(tensors: Sequence[Any], dim: int, along: Intervals | None = None, name: str = "cat") -> GlobalTensor:
@@ -188,4 +189,4 @@ def pad_sequence(
     return torch.stack(padded, 0 if batch_first else 1)
 
 
-TABLE[getattr(torch._C._nn, "pad_sequence")] = pad_sequence  # noqa: B009  # the stubs lack it
+TABLE[nn_functions.pad_sequence] = pad_sequence

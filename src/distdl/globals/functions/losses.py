@@ -19,6 +19,7 @@ from distdl.globals.rules.meta_checks import check_on_meta
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import handles
 from distdl.tensors.dtypes import HALVES
+from distdl.tensors.private_torch import legacy_get_string
 
 
 @handles(
@@ -113,7 +114,7 @@ def reduction_of(average: Any, reduce: Any, reduction: str, over_batch: bool = F
     Raises: ValueError for an unknown one.
     """
     if average is not None or reduce is not None:
-        reduction = torch.nn._reduction.legacy_get_string(average, reduce, emit_warning=False)
+        reduction = legacy_get_string(average, reduce, emit_warning=False)
     if reduction not in ("none", "mean", "sum") and not (reduction == "batchmean" and over_batch):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     return reduction

@@ -15,6 +15,7 @@ from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import TABLE, Handler, named
 from distdl.tensors.modes import uncounted
+from distdl.tensors.private_torch import DisableTorchFunctionSubclass, nn_functions
 
 # functions of one tensor, or of one list of tensors, whose other arguments are numbers
 _ONE_TENSOR = """
@@ -108,7 +109,7 @@ def with_numbers_at(handler: Handler, function: Callable[..., Any], one_tensor: 
 def _new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A new plain tensor, the same on every worker, whose sizes or values are given as tensors."""
     given, named = map_tensors((args, kwargs), number)
-    with torch._C.DisableTorchFunctionSubclass():  # torch raises its error where a tensor is left
+    with DisableTorchFunctionSubclass():  # torch raises its error where a tensor is left
         plain: torch.Tensor = func(*given, **named)
     return plain
 
@@ -118,7 +119,7 @@ def install() -> None:
 
     The handler of elementwise functions asks for numbers itself.
     """
-    compiled = [*(getattr(torch._C._nn, name) for name in _COMPILED.split()), torch.affine_grid_generator]
+    compiled = [*(getattr(nn_functions, name) for name in _COMPILED.split()), torch.affine_grid_generator]
     for function in compiled:
         TABLE.setdefault(function, TABLE[None])
     one_tensor = frozenset([*named(_ONE_TENSOR), *named(_TRANSFORMS, "fft"), *compiled])

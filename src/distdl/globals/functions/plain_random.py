@@ -23,6 +23,7 @@ from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.tensor.table import REPLICATED
 from distdl.nn.compiling import leave_uncompiled
 from distdl.tensors.draws import Draw
+from distdl.tensors.private_torch import is_torch_function_enabled, len_torch_function_stack
 from distdl.tensors.recorders import as_one_call
 
 _TAKE_GENERATOR = {
@@ -86,7 +87,7 @@ class Drawing(TorchFunctionMode):
 
 def _is_next(types: Sequence[type]) -> bool:
     """Whether torch would call the dispatch of global tensors next: no other mode is on, and no foreign type there."""
-    enabled = torch._C._is_torch_function_enabled() and not torch._C._len_torch_function_stack()
+    enabled = is_torch_function_enabled() and not len_torch_function_stack()
     return enabled and _OURS.issuperset(types)
 
 

@@ -17,6 +17,7 @@ from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import TABLE, handles, name_of, named, writes
 from distdl.globals.views.aliasing import check_writable, note_written
 from distdl.globals.views.strides import has_format, keep_order, note_format, whole_view
+from distdl.tensors.private_torch import parse_to_arguments
 
 # names of functions in place stand here if torch has them as functions, too; methods in place are found by _enter_names
 _NAMES = """
@@ -241,7 +242,7 @@ def parse_to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return func(*map(_local, args), **{name: _local(one) for name, one in kwargs.items()})
 
 
-TABLE[torch._C._nn._parse_to] = parse_to
+TABLE[parse_to_arguments] = parse_to
 
 
 def _local(value: Any) -> Any:

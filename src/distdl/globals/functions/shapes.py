@@ -29,6 +29,7 @@ from distdl.globals.views.strides import (
     strides_of,
     whole_view,
 )
+from distdl.tensors.private_torch import variable_functions
 
 # -- views, and whole dims, as other families need them, too
 
@@ -180,7 +181,7 @@ def atleast(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 for _name in ("atleast_1d", "atleast_2d", "atleast_3d"):  # torch's functions call these for lists
-    TABLE[getattr(torch._C._VariableFunctions, _name)] = atleast
+    TABLE[getattr(variable_functions, _name)] = atleast
 
 
 @handles("squeeze_ unsqueeze_ transpose_ t_ swapaxes_ swapdims_", "Tensor")

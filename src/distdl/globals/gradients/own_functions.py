@@ -24,6 +24,7 @@ from distdl.globals.tensor.running import is_on_blocks, on_blocks
 from distdl.globals.tensor.stale import current
 from distdl.globals.tensor.torch_function import check_unmixed
 from distdl.tensors.derivatives import recomputing
+from distdl.tensors.private_torch import DisableTorchFunctionSubclass, current_graph_task_id
 
 
 def _now(one: Any) -> Any:
@@ -60,7 +61,7 @@ def _without_graph(function: Any, y: Any) -> Any:
 
     Raises: RuntimeError if one has a graph: the gradients of the plain tensors would have to be added up over workers.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         curved = [one for one in (y if isinstance(y, tuple) else (y,)) if isinstance(one, torch.Tensor) and one.grad_fn]
     if curved:
         raise RuntimeError(
@@ -108,7 +109,7 @@ def apply_of(torch_apply: Any) -> Any:
             return torch_apply.__get__(None, cls)(*args, **kwargs)
         if cls is checkpoints.CheckpointFunction:
             cls = CheckpointFunction
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task_id() == -1:
             return applied_to(cls, args, kwargs)
         with recomputing():  # inside of a backward
             return applied_to(cls, args, kwargs)

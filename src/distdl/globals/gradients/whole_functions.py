@@ -35,10 +35,11 @@ from distdl.globals.tensor.torch_function import check_unmixed
 from distdl.nn.compiling import leave_uncompiled
 from distdl.tensors.draws import Draws
 from distdl.tensors.function import Function
+from distdl.tensors.private_torch import DelayedError, DisableTorchFunctionSubclass, get_user_fn
 
 _DERIVES = torch.autograd.Function.setup_context
 _ONCE = b"trying to differentiate twice a function that was marked with @once_differentiable"
-_REFUSAL = type(torch._C._functions.DelayedError(_ONCE, 1)(torch.ones((), requires_grad=True)).grad_fn)
+_REFUSAL = type(DelayedError(_ONCE, 1)(torch.ones((), requires_grad=True)).grad_fn)
 
 
 class Own(FunctionCtx):
@@ -47,7 +48,7 @@ class Own(FunctionCtx):
     saved_tensors: Any
     # torch's ways to call a backward: by one of its two names, with a tuple or a list
     apply: Any = BackwardCFunction.apply
-    _get_user_fn: Any = BackwardCFunction._get_user_fn
+    _get_user_fn: Any = get_user_fn
 
     def __init__(self, function: Any, needs_input_grad: tuple[bool, ...]) -> None:
         self._forward_cls = function
@@ -223,11 +224,11 @@ def _refusing(gradient: Any) -> Any:
     """If ``once_differentiable`` makes a global gradient raise when differentiated, let its block raise then, too."""
     if type(gradient) is not GlobalTensor:
         return gradient
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         refuses = type(gradient.grad_fn) is _REFUSAL
     if not refuses:
         return gradient
-    refusal = torch._C._functions.DelayedError(_ONCE, 1)
+    refusal = DelayedError(_ONCE, 1)
     return GlobalTensor._of(refusal(gradient._block.detach().requires_grad_()), gradient._layout)
 
 

@@ -36,6 +36,7 @@ from distdl.partition.arguments import Split, checks_arguments
 from distdl.tensors.derivatives import is_recomputed
 from distdl.tensors.function import TransformError
 from distdl.tensors.modes import unobserved
+from distdl.tensors.private_torch import are_functorch_transforms_active, get_tracing_state
 from distdl.tensors.recorders import aside
 from distdl.transport.callsite import Place
 from distdl.workers.worlds import split_of
@@ -198,9 +199,9 @@ class Forward:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._get_tracing_state() is not None:
+        if get_tracing_state() is not None:
             raise RuntimeError(_NOT_TRACED)
-        if torch._C._are_functorch_transforms_active():
+        if are_functorch_transforms_active():
             raise TransformError
         weights = self.weights
         if not (weights.depth or self.P.comm.rank):

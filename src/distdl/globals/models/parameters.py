@@ -15,6 +15,7 @@ from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.tensors.derivatives import is_checkpointed, is_recomputed
 from distdl.tensors.levels import beneath
+from distdl.tensors.private_torch import DisableTorchFunction
 from distdl.tensors.repeats import checkpoints
 
 
@@ -69,7 +70,7 @@ class Parameters(dict[str, Any]):
         if parameter is None or not (self.weights.depth or self._is_recomputed()):
             return parameter
         # no mode sees the calls that make a replica, and a replica belongs to no level of vmap
-        with torch._C.DisableTorchFunction(), beneath():
+        with DisableTorchFunction(), beneath():
             return self.weights.replica_of(self, parameter)
 
     def _is_recomputed(self) -> bool:

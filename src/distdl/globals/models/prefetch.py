@@ -11,6 +11,7 @@ import torch
 from distdl.globals.models.gathered import Gathered
 from distdl.globals.models.gathering import Gather, Gathering, fit_one_message, gather_steps, share_version
 from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.tensors.private_torch import DisableTorchFunction
 
 
 class _Step(NamedTuple):
@@ -39,7 +40,7 @@ class Prefetching:
 
     def end_forward(self) -> None:
         self._in_forward = False
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._taken = list(takewhile(_are_leaves, self._taken))
         self._messages.clear()
 

@@ -13,6 +13,7 @@ from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.replicas import Replica
 from distdl.globals.tensor.structures import tensors_in
 from distdl.tensors.derivatives import saved_tensors_hooks
+from distdl.tensors.private_torch import current_graph_task_id, queue_callback
 
 
 class _WeightView(NamedTuple):
@@ -58,9 +59,9 @@ class SaveWeights:
             first_node: a sequence number before those of the nodes that read the weights.
             node: the sequence number of the node that is to run.
         """
-        backward = torch._C._current_graph_task_id()
+        backward = current_graph_task_id()
         if backward not in self._present:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._release(backward))
+            queue_callback(lambda: self._release(backward))
         self._release(backward, node)
         # the backward of a backward that makes a graph may read the weights, and does not come by here
         makes_graph = torch.is_grad_enabled()
@@ -73,7 +74,7 @@ class SaveWeights:
 
     def release_failed(self) -> None:
         """Free what backwards have gathered that failed, unless a backward is under way."""
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task_id() == -1:
             for backward in list(self._present):
                 self._release(backward)
 

@@ -48,6 +48,7 @@ from distdl.globals.tensor.replicas import Replica
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.tensors.derivatives import Keeping, next_node, saved_tensors_hooks
+from distdl.tensors.private_torch import DisableTorchFunction
 
 
 class ShardedWeights:
@@ -104,7 +105,7 @@ class ShardedWeights:
 
     def begin_module(self, module: torch.nn.Module, inputs: Any) -> None:
         """A hook: the forward of a module begins."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._frames.append(Frame(module, packing_hook()))
 
     def end_module(self, module: torch.nn.Module, inputs: Any, result: Any) -> None:
@@ -114,7 +115,7 @@ class ShardedWeights:
         """
         if not (self._frames and self._frames[-1].module is module):
             return
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             frame = self._frames.pop()
             try:
                 if result is not None or sys.exc_info()[0] is None:

@@ -15,6 +15,7 @@ from distdl.geometry.boxes import Shape, balanced, slices
 from distdl.globals.layouts.context import Context, KnownLayout
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.nn.module import Module
+from distdl.tensors.private_torch import DisableTorchFunctionSubclass
 
 
 def split_parameters(module: torch.nn.Module, context: Context) -> None:
@@ -53,7 +54,7 @@ def _share_of(parameter: torch.nn.Parameter, layout: KnownLayout) -> torch.nn.Pa
 def _swap(parameter: torch.nn.Parameter, share: torch.nn.Parameter) -> torch.nn.Parameter:
     """Make the object of a parameter its share. Returns: that object, with the gradient that it had."""
     gradient = parameter.grad
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         swap_tensors(parameter, share)
     if gradient is not None:
         parameter.grad = gradient

@@ -17,6 +17,7 @@ from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.views.aliasing import note_stored
 from distdl.nn.placement import distributed_models
 from distdl.tensors.memory import parts_of
+from distdl.tensors.private_torch import storage_use_count
 
 
 def is_of_model(tensor: torch.Tensor, context: Context) -> bool:
@@ -26,7 +27,7 @@ def is_of_model(tensor: torch.Tensor, context: Context) -> bool:
     plain = plain_of(tensor)
     storage = plain.untyped_storage()._cdata
     # two references to the storage are the tensor's and ours, so no other tensor shares it
-    alone = type(tensor) is torch.Tensor and torch._C._storage_Use_Count(storage) <= 2 and not plain._is_view()
+    alone = type(tensor) is torch.Tensor and storage_use_count(storage) <= 2 and not plain._is_view()
     return any(
         one is plain or (not alone and any(part.untyped_storage()._cdata == storage for part in parts_of(one)))
         for one in _held(context)

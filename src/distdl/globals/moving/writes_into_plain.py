@@ -20,6 +20,7 @@ from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import TABLE, name_of
 from distdl.globals.views.aliasing import PRUNING, note_new_memory
 from distdl.tensors.connection import zeros_on
+from distdl.tensors.private_torch import DisableTorchFunctionSubclass, storage_use_count
 
 
 def write_into_plain(
@@ -104,7 +105,7 @@ def _adopt(target: Any, beside: Any) -> str:
 def _become(target: torch.Tensor, made: torch.Tensor) -> str:
     """Let all references to one tensor be to another. Returns why that must not be; empty if it is done."""
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             swap_tensors(target, made)
     except RuntimeError:
         return "others refer to it"
@@ -121,7 +122,7 @@ def _adopt_both(part: torch.Tensor, base: Any, beside: Any, others: int = 0) -> 
         return "it is a view of a tensor that requires a gradient, or no z[i] of integers and slices"
     storage = base.untyped_storage()
     # three references to the storage are those of the part, of the base, and ours
-    if torch._C._storage_Use_Count(storage._cdata) > 3 + others or not storage.resizable():
+    if storage_use_count(storage._cdata) > 3 + others or not storage.resizable():
         return "it shares its memory with others than the tensor of which it is a view"
     del storage
     why = _become(part, torch.empty(0, device="cpu"))  # the base cannot become global while it has a view
@@ -223,14 +224,14 @@ def why_not_global(target: Any) -> str:
         return "it requires a gradient"
     if "_since" in target.__dict__:
         return 'it is stored in shares, which a forward may only read unless it is distributed with "replicated"'
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         plain = target._plain if replica else target
         view = plain._is_view()
         if view and (replica or _references_to_base(plain) > _NO_OTHER):
             return "it is a view of another tensor"
         storage = plain.untyped_storage()
     # references to the storage: the tensor's, ours, and one of the replica around it or of its base
-    if torch._C._storage_Use_Count(storage._cdata) > 2 + replica + view or not storage.resizable():
+    if storage_use_count(storage._cdata) > 2 + replica + view or not storage.resizable():
         return "it shares its memory with another tensor or with an array"
     return ""
 

@@ -19,6 +19,7 @@ from distdl.partition import Partition, Signature
 from distdl.tensors.connection import no_view
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
 from distdl.tensors.dtypes import HALVES
+from distdl.tensors.private_torch import is_any_autocast_enabled
 from distdl.transport import Label
 
 
@@ -106,7 +107,7 @@ def replicated_weight(weight: torch.Tensor, context: Context) -> torch.Tensor:
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """Return the dtype in which autocast computes products on the device of x; None if it is off."""
-    if not torch._C._is_any_autocast_enabled():  # faster than finding the type of the device
+    if not is_any_autocast_enabled():  # faster than finding the type of the device
         return None
     kind = x.device.type
     is_on = kind != "meta" and torch.is_autocast_enabled(kind)  # torch has no autocast for meta tensors

@@ -8,7 +8,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.layouts.context import Context, KnownLayout
@@ -28,6 +27,7 @@ from distdl.partition.groups import IntArray
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.dtypes import DTYPES
 from distdl.tensors.memory import without_memory
+from distdl.tensors.private_torch import disable_current_modes
 from distdl.transport.callsite import current_place, users_call
 
 
@@ -145,7 +145,7 @@ def _imagine(
     def imagined(one: torch.Tensor) -> torch.Tensor:
         return whole.get(id(one), one if one.layout is torch.strided else without_memory(one))
 
-    with _disable_current_modes():
+    with disable_current_modes():
         whole = {
             id(one): torch.empty(x.shape, dtype=x.dtype, device="meta").requires_grad_(x.requires_grad).clone()
             for one, x in zip(inputs, found, strict=True)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distdl.tensors.private_torch import OpOverloadPacket
+
 _NUMBERS = frozenset(["int", "SymInt", "float", "number", "List[int]", "List[SymInt]"])
 
 
@@ -50,7 +52,7 @@ def _forms(function: Any) -> list[list[tuple[str, str, bool]]]:
             return []
         return [[(one.name, _annotated(one), one.kind is not Parameter.KEYWORD_ONLY) for one in found]]
     packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, OpOverloadPacket):
         return []
     schemas = [getattr(packet, name)._schema.arguments for name in packet.overloads()]
     return [

@@ -21,6 +21,7 @@ from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import name_of, writes
 from distdl.tensors.derivatives import KEEPS_TENSORS, next_node
 from distdl.tensors.memory import parts_of, without_memory
+from distdl.tensors.private_torch import DisableTorchFunctionSubclass, current_autograd_node
 from distdl.transport import Communicator
 from distdl.transport.callsite import current_path
 from distdl.transport.recording import Call, Recording
@@ -154,7 +155,7 @@ class Watch(TorchFunctionMode):
         messages, nbytes = len(call.sends), sum(nbytes for _, nbytes in call.sends)
         if not messages:
             return
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is None:
             row = self._row(current_path())
             row.moves[self._functions[-1] if self._functions else "forward"] += nbytes
@@ -218,7 +219,7 @@ def _become_meta(table: torch.Tensor) -> None:
     shared = table._is_view() and why_not_global(table)
     if table.is_meta or not hasattr(table, _MADE_HERE) or table.layout is not torch.strided or shared:
         return
-    with suppress(RuntimeError), torch._C.DisableTorchFunctionSubclass():
+    with suppress(RuntimeError), DisableTorchFunctionSubclass():
         swap_tensors(table, table.to("meta"))
 
 

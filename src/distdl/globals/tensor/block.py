@@ -15,6 +15,7 @@ import torch
 from distdl.globals.tensor.running import tells_blocks
 from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import METHODS
+from distdl.tensors.private_torch import DisableTorchFunctionSubclass, storage_use_count
 
 
 class Block(torch.Tensor):
@@ -46,7 +47,7 @@ Block.__module__ = "torch"  # opt_einsum and others choose by the first name of 
 
 def raw_of(value: torch.Tensor) -> torch.Tensor:
     """A tensor of one of our types as a plain tensor, with the same memory and the same graph."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return value.as_subclass(torch.Tensor)
 
 
@@ -75,7 +76,7 @@ def mark(target: torch.Tensor, kind: Any, **attributes: Any) -> None:
     base = target._base
     named = [target] if base is None else [target, base]
     # the storage object that we ask counts as one reference more
-    if torch._C._storage_Use_Count(target.untyped_storage()._cdata) > 1 + len(named):
+    if storage_use_count(target.untyped_storage()._cdata) > 1 + len(named):
         raise RuntimeError(
             "a weight, or a block, was written in place into a plain tensor of which there are other views, and these "
             "would not follow from it; take views after the write, or compute out of place, as by torch.stack"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch.utils.checkpoint import _StopRecomputationError
-
 from distdl.globals.layouts.context import Context
 from distdl.partition.meeting import meet
 from distdl.tensors.modes import unobserved
+from distdl.tensors.private_torch import StopRecomputationError, are_functorch_transforms_active, current_graph_task_id
 from distdl.transport.communicator import CommunicationError
 
 
@@ -24,10 +22,10 @@ def meet_in(error: Exception, what: str, context: Context) -> None:
         what: the call, as a text that is the same on every worker.
     Raises: CommunicationError if some workers have not failed.
     """
-    inside_backward = torch._C._current_graph_task_id() != -1
-    if inside_backward or isinstance(error, (CommunicationError, _StopRecomputationError)):
+    inside_backward = current_graph_task_id() != -1
+    if inside_backward or isinstance(error, (CommunicationError, StopRecomputationError)):
         return
-    if torch._C._are_functorch_transforms_active():
+    if are_functorch_transforms_active():
         return
     text = f"{what} that has failed ({type(error).__name__}: {error})"
     context.comm.where = text

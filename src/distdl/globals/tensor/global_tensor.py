@@ -13,8 +13,8 @@ from distdl.globals.tensor.table import METHODS
 from distdl.partition import Layout
 from distdl.partition.arguments import Split
 from distdl.tensors.connection import replayed
+from distdl.tensors.private_torch import TensorBase, make_wrapper_subclass, throw_on_mutable_data_ptr
 
-_has_no_memory: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 _NOWHERE = torch.device("meta")
 
 
@@ -24,8 +24,7 @@ def complex_part(name: str) -> Any:
     Torch's own setter asks no subclass of tensors. For a replica, it would read the node of the tensor that it is just
     writing, and wait for itself.
     """
-    base: Any = torch._C.TensorBase
-    get: Callable[[Any], torch.Tensor] = getattr(base, name).__get__
+    get: Callable[[Any], torch.Tensor] = getattr(TensorBase, name).__get__
 
     def set_part(x: Any, value: Any) -> None:
         get(x)[...] = value
@@ -101,7 +100,7 @@ class GlobalTensor(torch.Tensor):
                 it in the graph, also once one of the two is written in place.
         """
         # on "meta", so that torch refuses ``plain.data = made``: to read a plain tensor with it would end the process
-        made: GlobalTensor = torch.Tensor._make_wrapper_subclass(
+        made: GlobalTensor = make_wrapper_subclass(
             GlobalTensor,
             layout.size,
             dtype=block.dtype,
@@ -109,7 +108,7 @@ class GlobalTensor(torch.Tensor):
             requires_grad=block.requires_grad,
             dispatch_device=True,
         )
-        _has_no_memory(made)  # so C++ code that asks for its address gets an error, not a null pointer
+        throw_on_mutable_data_ptr(made)  # so C++ code that asks for its address gets an error, not a null pointer
         made._block = replayed(block, above) if layout.empty else block
         made._layout = layout
         made._context = layout.context

@@ -40,6 +40,7 @@ from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
 from distdl.tensors.memory import as_dense, empty, readable
+from distdl.tensors.private_torch import current_graph_task_id, profiler_enabled
 from distdl.tensors.recorders import as_one_call, here
 from distdl.transport import Label
 from distdl.transport.calls import LAST_TAG
@@ -132,7 +133,7 @@ def settle(context: Context) -> None:
 
     Inside of a backward nothing is done: the messages may be that backward's.
     """
-    if torch._C._current_graph_task_id() == -1:
+    if current_graph_task_id() == -1:
         # all workers wait for messages of two rounds in one order, wherever each worker has sent them
         under_way = context.own(UnderWay)
         for begun in sorted(under_way.values(), key=lambda begun: begun.tag):
@@ -318,7 +319,7 @@ class _Way:
             return False
         # if the backward fails before it waits, the sum stays there, as the transport writes to its memory
         begun = self.total.send(parts, self.device, self.compared, self.tag, self.later)
-        under_way[self._key, torch._C._current_graph_task_id()] = begun
+        under_way[self._key, current_graph_task_id()] = begun
         return True
 
     def totals(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -328,14 +329,14 @@ class _Way:
         if self.tag is None:
             return total(parts, self.device, self.compared)
         # the number of the backward tells its sum from that of one that has failed, or in which this one runs
-        key = self._key, torch._C._current_graph_task_id()
+        key = self._key, current_graph_task_id()
         moved = total.wait(under_way.get(key) or total.send(parts, self.device, self.compared, self.tag, self.later))
         under_way.pop(key, None)
         return total.totals(moved, self.compared, parts)
 
 
 def _profiled(label: Label) -> AbstractContextManager[object]:
-    return record_function(str(label)) if torch._C._autograd._profiler_enabled() else nullcontext()
+    return record_function(str(label)) if profiler_enabled() else nullcontext()
 
 
 class _Enter(Function):

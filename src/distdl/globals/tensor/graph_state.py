@@ -14,10 +14,10 @@ import torch
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.table import METHODS
 from distdl.tensors.connection import is_ordinary_view
+from distdl.tensors.private_torch import DisableTorchFunctionSubclass, TensorBase
 
-_base: Any = torch._C.TensorBase
-_raw_node = _base.grad_fn.__get__
-_raw_wants, _raw_requires = _base.requires_grad.__get__, _base.requires_grad.__set__
+_raw_node = TensorBase.grad_fn.__get__
+_raw_wants, _raw_requires = TensorBase.requires_grad.__get__, TensorBase.requires_grad.__set__
 
 
 def is_leaf(x: GlobalTensor) -> bool:
@@ -45,7 +45,7 @@ def note_requires(x: GlobalTensor) -> None:
     dtype require a gradient.
     """
     wants = x._block.requires_grad
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         if wants is not _raw_wants(x) and (not wants or x._block.is_floating_point() or x._block.is_complex()):
             _raw_requires(x, wants)
 
@@ -76,7 +76,7 @@ def check_usable(x: GlobalTensor) -> None:
     Raises: RuntimeError if it came out of an autograd function that knows nothing of blocks, or if it was written
         through another name.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         node, wants = _raw_node(x), _raw_wants(x)
     if node is None and wants and not x._block.requires_grad:
         if x._views_of:  # a view made without grad mode, whose base requires no gradient any more

@@ -17,6 +17,7 @@ from distdl.globals.tensor.block import Block, raw_of, unblocked
 from distdl.globals.tensor.global_tensor import complex_part
 from distdl.globals.tensor.provenance import OLD_REFERENCE
 from distdl.globals.tensor.table import METHODS
+from distdl.tensors.private_torch import DisableTorchFunctionSubclass
 
 
 class Replica(torch.Tensor):
@@ -107,7 +108,7 @@ def copy_of(replica: Replica) -> torch.Tensor:
     Raises: RuntimeError if an autograd function gave the replica that was applied by an old reference: its backward
         would get this worker's part of the gradient.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         if _is_tied(replica):
             raise RuntimeError(OLD_REFERENCE.format(type(replica.grad_fn).__name__.removesuffix("Backward")))
     return replica._plain

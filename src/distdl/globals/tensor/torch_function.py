@@ -26,6 +26,7 @@ from distdl.globals.tensor.stale import assigned, computed_from, current
 from distdl.globals.tensor.structures import map_tensors, tensors_in
 from distdl.globals.tensor.table import OPERATOR, REPLICATED, TABLE, check_is_tensor, name_of, torch_calls, writes
 from distdl.tensors.function import TransformError
+from distdl.tensors.private_torch import OpOverload, OpOverloadPacket, are_functorch_transforms_active
 
 DIFFERENTIATING = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 """Functions in which a checkpoint computes its forward again, on every worker."""
@@ -38,7 +39,7 @@ _REFUSED = (
     "model; write into a clone of it, or use the result of a function out of place"
 )
 _BESIDE_BLOCKS: dict[type, str] = {GlobalTensor: "a global tensor", Replica: "a weight of the model"}
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OPERATORS = (OpOverload, OpOverloadPacket)
 _COMPILED = (BuiltinFunctionType, MethodDescriptorType)
 # NumPy's names of options, which torch's compiled functions take, too
 _NUMPY = {"axis": "dim", "keepdims": "keepdim"}
@@ -68,7 +69,7 @@ def call_global(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """What a function gives for a global tensor: what its handler in the table does, or else the fallback."""
-    if torch._C._are_functorch_transforms_active():  # a setup that is made and kept now would hold wrapped tensors
+    if are_functorch_transforms_active():  # a setup that is made and kept now would hold wrapped tensors
         raise TransformError
     if Block in types:
         check_unmixed(name_of(func), types)
@@ -200,7 +201,7 @@ def call_blocks(
     kwargs = kwargs or {}
     if tells_blocks():
         check_unmixed(name_of(func), types)
-        if torch._C._are_functorch_transforms_active():
+        if are_functorch_transforms_active():
             raise RuntimeError(TRANSFORMED)
     blocks: dict[int, Block] = {}
 
@@ -264,6 +265,6 @@ def _is_users(operator: Any) -> bool:
     """Whether an operator is a user's and writes no argument. Torch lets only such ones have a backward."""
     if str(operator).startswith(("aten.", "prims.")):
         return False
-    single = isinstance(operator, torch._ops.OpOverload)
+    single = isinstance(operator, OpOverload)
     each = [operator] if single else [getattr(operator, name) for name in operator.overloads()]
     return not any(one._schema.is_mutable for one in each)

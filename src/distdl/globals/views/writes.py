@@ -11,13 +11,14 @@ from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.local import block_of, own_of
 from distdl.globals.tensor.structures import tensors_in
 from distdl.globals.views.aliasing import count_of_writes
+from distdl.tensors.private_torch import DisableTorchFunctionSubclass, has_storage
 
 
 def storage_of(x: torch.Tensor) -> int:
     """Return the address of the storage of a tensor, or of its block; 0 for one without storage, as a sparse one."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         plain = block_of(x) if type(x) is GlobalTensor else x
-        return plain.untyped_storage()._cdata if torch._C._has_storage(plain) else 0
+        return plain.untyped_storage()._cdata if has_storage(plain) else 0
 
 
 class Writes:

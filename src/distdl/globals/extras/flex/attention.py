@@ -34,6 +34,7 @@ from distdl.globals.views.strides import strides_if
 from distdl.tensors.connection import local
 from distdl.tensors.dtypes import without_autocast
 from distdl.tensors.modes import uncounted
+from distdl.tensors.private_flex import apply_kernel_options, safe_softmax, unchanged_scores
 
 _NAME = "flex_attention"
 _RESULT = ("b", "h", "l", "f")
@@ -91,7 +92,7 @@ def _attend(
     order = _order(query.stride())
 
     def weigh(scores: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch._safe_softmax(scores, dim=-1).to(query.dtype) @ v.to(query.dtype)
+        y: torch.Tensor = safe_softmax(scores, dim=-1).to(query.dtype) @ v.to(query.dtype)
         return y.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
     shape, least = placed.shape, (1,) * 4
@@ -176,7 +177,7 @@ class _Scoring:
         working = torch.float64 if q.dtype is torch.float64 else torch.float32
         scores = q.to(working) @ k.to(working).transpose(-2, -1)
         scores = (scores * self._scale).to(working)
-        if self._score_mod is _IDENTITY and self._mask_mod is flex.noop_mask:
+        if self._score_mod is unchanged_scores and self._mask_mod is flex.noop_mask:
             return scores
         starts = [start for start, _ in self._placed.box] if q is self._placed.parts[0] else (0, 0, 0)
         places = [
@@ -193,9 +194,6 @@ class _Scoring:
         self._captured.check(scores, *inputs)
 
 
-_IDENTITY: Any = flex._identity
-
-
 def _logsumexp(scores: torch.Tensor) -> torch.Tensor:
     nowhere = torch.all(scores == -torch.inf, dim=-1)
     return torch.where(nowhere, -torch.inf, scores.logsumexp(dim=-1)) / math.log(2)
@@ -208,7 +206,7 @@ def _largest(scores: torch.Tensor) -> torch.Tensor:
 def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Compute attention on meta tensors. Raises: what torch raises for shapes that do not fit."""
     key, value = (one.repeat_interleave(query.size(1) // key.size(1), 1) for one in (key, value))
-    torch._safe_softmax(query @ key.transpose(-2, -1), -1) @ value.expand(query.size(0), *value.shape[1:])
+    safe_softmax(query @ key.transpose(-2, -1), -1) @ value.expand(query.size(0), *value.shape[1:])
 
 
 def _order(strides: Sequence[int]) -> list[int]:
@@ -228,12 +226,9 @@ def _options(
     query: Any, key: Any, value: Any, return_lse: bool, kernel_options: Any, return_aux: Any = None
 ) -> dict[str, Any]:
     """torch's options of a kernel; they ask for the logarithm of the sum only if the caller does."""
-    found: dict[str, Any] = _torchs_options(query, key, value, return_lse, kernel_options, return_aux)
+    found: dict[str, Any] = apply_kernel_options(query, key, value, return_lse, kernel_options, return_aux)
     found["OUTPUT_LOGSUMEXP"] = return_lse or (return_aux is not None and return_aux.lse)
     return found
-
-
-_torchs_options: Any = flex._apply_kernel_options
 
 
 torchs_flex_attention = copied(flex.flex_attention)
