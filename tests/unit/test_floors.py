@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,16 @@ LAZY = {
     "workers.worlds": "backends.", "backends.mpi": "backends.",
     "checkpoint.converting": "checkpoint.dcp",
 }  # fmt: skip
+
+# the files that bind private names of torch; the last two import modules of torch that few programs need
+PRIVATE = "tensors.private_torch"
+PRIVATE_OF_EXTRAS = {"tensors.private_transforms", "tensors.private_flex"}
+# names that begin with an underscore and stand where they are used, as users use them, too
+OFFERED = {
+    r"torch\._foreach_\w+": "functions of lists, which users call, and for which globals has handlers",
+    r"torch\._assert_async": "an assertion that waits for no GPU, which users call",
+    r"torch\.ops\.aten\._\w+": "operators, with which torch calls __torch_dispatch__",
+}
 
 
 def path_of(module: str) -> Path:
@@ -120,6 +132,70 @@ def test_only_what_changes_torch_imports_by_a_name(module):
     tree = ast.parse(path_of(module).read_text())
     called = {ast.unparse(node.func).rpartition(".")[2] for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert module == "globals.patches" or not called & {"import_module", "__import__", "resolve_name"}
+
+
+def names_of_torch(tree: ast.Module) -> Iterator[str]:
+    """Yield what a file imports from torch, and every path from there that it reads, as ``torch._C._nn``."""
+    bound: dict[str, str] = {}
+
+    def path(node: ast.AST) -> str | None:
+        """The path that an expression reads, also by getattr with a name; None for other expressions."""
+        match node:
+            case ast.Name(name):
+                return bound.get(name)
+            case ast.Attribute(whole, name) | ast.Call(ast.Name("getattr"), [whole, ast.Constant(str(name)), *_]) if (
+                start := path(whole)
+            ):
+                return f"{start}.{name}"
+        return None
+
+    nodes = list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                if (whole := base + alias.name).split(".")[0] == "torch":
+                    yield whole
+                    plain = not base and not alias.asname  # import torch.x binds torch
+                    bound[alias.asname or alias.name.split(".")[0]] = "torch" if plain else whole
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and (whole := path(node.value)):
+            bound[node.targets[0].id] = whole
+    yield from filter(None, map(path, nodes))
+
+
+def private_names(text: str) -> list[str]:
+    named = {name for name in names_of_torch(ast.parse(text)) if re.search(r"\._(?!_)", name)}
+    return sorted(name for name in named if not any(re.match(rf"{one}(\.|$)", name) for one in OFFERED))
+
+
+@pytest.mark.parametrize("module", sorted({"globals", "globals.handlers", *IN_ROOMS}))
+def test_private_names_of_torch_stand_in_one_place(module):
+    found = private_names(path_of(module).read_text())
+    assert not found, f"{module} uses {', '.join(found)}, for which {PRIVATE} is the place"
+
+
+@pytest.mark.parametrize("text", [
+    "import torch\ntorch._C._nn.gelu(x)", "from torch._functorch import vmap", "import torch._higher_order_ops",
+    "from torch.utils import _pytree as pytree", "def f():\n    from torch.utils._pytree import tree_map",
+    "import torch\naten = torch.nn\naten._reduction.f()", "from torch.nn import functional as F\ngetattr(F, '_pad')",
+])  # fmt: skip
+def test_a_private_name_of_torch_is_found(text):
+    assert private_names(text)
+
+
+@pytest.mark.parametrize("text", [
+    "import torch\ntorch._foreach_add_([x], 1)", "import torch\nops = torch.ops.aten\nops._to_copy.default",
+    "import torch\ntorch.add.__name__", "x._version", "from distdl._x import y",
+])  # fmt: skip
+def test_other_names_are_no_private_ones_of_torch(text):
+    assert not private_names(text)
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_only_extras_import_private_names_of_transforms(module):
+    extras = module.startswith("globals.extras.")
+    assert extras or not {imported for imported, _ in imports_of(module)} & PRIVATE_OF_EXTRAS
 
 
 @pytest.mark.parametrize("module", [module for module in CORE if folder_of(module) == "backends"])
