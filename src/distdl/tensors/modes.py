@@ -35,7 +35,7 @@ def uncounted() -> AbstractContextManager[Any]:
 
 def is_seen() -> bool:
     """Whether a mode sees the operators that are called. What records a step changes nothing, and does not count."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not len_torch_dispatch_stack():
         return False
     return not all(getattr(one, "unseen", False) for one in _get_current_dispatch_mode_stack())
 
