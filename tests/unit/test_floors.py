@@ -117,6 +117,12 @@ def test_every_file_of_globals_stands_in_a_room():
     assert {room_of(module) for module in IN_ROOMS} == set(ROOMS)
 
 
+def test_every_file_of_functions_is_imported():
+    """A file that nothing imports enters no function into the table: its functions would fall back, right and slow."""
+    imported = {name for module in ALL for name, _ in imports_of(module)}
+    assert {module for module in ALL if module.startswith("globals.functions.")} <= imported
+
+
 @pytest.mark.parametrize("module", IN_ROOMS)
 def test_imports_between_rooms_point_down(module):
     room = room_of(module)
