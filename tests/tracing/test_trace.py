@@ -174,6 +174,41 @@ def test_a_file_that_cannot_be_written_is_an_error_of_every_worker(tmp_path):
     distdl.run_workers(work, 2)
 
 
+def test_a_folder_that_vanishes_in_the_block_is_an_error_of_every_worker(tmp_path):
+    folder = tmp_path / "soon gone"
+    folder.mkdir()
+
+    def work():
+        with pytest.raises(OSError, match="worker 0 cannot write the trace"), distdl.trace(folder / "step.json"):
+            if distdl.world().rank == 0:
+                (folder / "step.json").unlink()
+                folder.rmdir()
+
+    distdl.run_workers(work, 2)
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_an_error_of_one_worker_ends_the_others_and_leaves_no_file(tmp_path, deletes):
+    def work():
+        with distdl.trace(tmp_path / "step.json"):
+            if deletes and distdl.world().rank == 0:
+                (tmp_path / "step.json").unlink()
+            if distdl.world().rank == 1:
+                raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        distdl.run_workers(work, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_log_is_sent_in_no_time():
+    """A hundred thousand operators are some minutes of training on each worker."""
+    log = Log(0, 0.0, 1.0, [Slice("operators", "add", 0.25, 0.1 + 0.2)] * 100_000, [Message(0, 1, 0, 8, 2.5, 0.0, "c")])
+    begun = time.process_time()
+    assert Log.decoded(log.encoded()) == log
+    assert time.process_time() - begun < 3
+
+
 # -- the table, by hand
 
 LOGS = [

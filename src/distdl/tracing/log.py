@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -75,16 +76,14 @@ class Log:
     sent: list[Message] = field(default_factory=list)
     received: list[Message] = field(default_factory=list)
 
-    def encoded(self) -> dict[str, Any]:
-        """A dict of plain values, which can be sent."""
-        return {
-            name: list(map(tuple, value)) if isinstance(value, list) else value for name, value in vars(self).items()
-        }
+    def encoded(self) -> str:
+        """A text, which can be sent."""
+        return json.dumps(vars(self))
 
     @classmethod
-    def decoded(cls, values: dict[str, Any]) -> Log:
+    def decoded(cls, text: str) -> Log:
         """The log that has been encoded."""
-        kinds = {"slices": Slice, "sent": Message, "received": Message}
+        values, kinds = json.loads(text), {"slices": Slice, "sent": Message, "received": Message}
         found = cls(values["worker"], values["begin"], values["end"])
         for name, kind in kinds.items():
             setattr(found, name, [kind(*one) for one in values[name]])

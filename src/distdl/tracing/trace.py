@@ -59,14 +59,12 @@ def trace(
         path: of the file, which worker 0 writes; compressed if it ends with ``.gz``.
         model: gives modules, operators and messages their paths.
         operators: whether each operator of torch is logged, which costs some microseconds each.
-    Raises: OSError, on every worker and before anything runs, if worker 0 cannot write the file. An error inside of the
-        block goes on, and nothing is written.
+    Raises: OSError, on every worker, if worker 0 cannot write the file, mostly before anything runs. An error inside of
+        the block goes on, and nothing is written.
     """
     P, found = world(), Trace()
     comm = P.comm
-    problem = P.broadcast_data(_problem(Path(path)) if comm.rank == 0 else None)
-    if problem is not None:
-        raise OSError(f"worker 0 cannot write the trace {os.fspath(path)!r}: {problem}")
+    _check(P.broadcast_data(_problem(Path(path)) if comm.rank == 0 else None), path)
     first = align(comm)
     log = Log(comm.rank)
     try:
@@ -74,18 +72,15 @@ def trace(
             log.begin = time.perf_counter()
             yield found
             log.end = time.perf_counter()
+        encoded = P.allgather_data(log.encoded())
     except BaseException:
-        if comm.rank == 0 and not Path(path).stat().st_size:
+        if comm.rank == 0 and _is_empty(Path(path)):
             Path(path).unlink()
         raise
-    encoded = P.allgather_data(log.encoded())
     alignments = P.allgather_data((log.begin, *first, time.perf_counter(), *align(comm)))
-    found.logs = [
-        _shifted(Log.decoded(values), alignment) for values, alignment in zip(encoded, alignments, strict=True)
-    ]
+    found.logs = [_shifted(Log.decoded(text), alignment) for text, alignment in zip(encoded, alignments, strict=True)]
     found.accuracy = max(max(one[2], one[5]) for one in alignments)
-    if comm.rank == 0:
-        _write(Path(path), events(found.logs))
+    _check(P.broadcast_data(_write(Path(path), events(found.logs)) if comm.rank == 0 else None), path)
 
 
 @contextmanager
@@ -136,6 +131,11 @@ def _shifted(log: Log, alignment: tuple[float, float, float, float, float, float
     )
 
 
+def _check(problem: str | None, path: str | os.PathLike[str]) -> None:
+    if problem is not None:
+        raise OSError(f"worker 0 cannot write the trace {os.fspath(path)!r}: {problem}")
+
+
 def _problem(path: Path) -> str | None:
     try:
         with path.open("ab"):
@@ -144,7 +144,15 @@ def _problem(path: Path) -> str | None:
         return error.strerror or str(error)
 
 
-def _write(path: Path, found: list[dict[str, Any]]) -> None:
-    text = json.dumps({"traceEvents": found, "displayTimeUnit": "ms"})
-    content = text.encode()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+def _write(path: Path, found: list[dict[str, Any]]) -> str | None:
+    """Write the file, or tell why not."""
+    content = json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}).encode()
+    try:
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _is_empty(path: Path) -> bool:
+    return path.exists() and not path.stat().st_size
