@@ -1,6 +1,7 @@
 """``distdl.verify``: right programs get a certificate, and of wrong ones the first tensor that differs is named."""
 
 import json
+from dataclasses import dataclass
 from functools import partial
 
 import dtensor_programs
@@ -202,3 +203,207 @@ def test_a_program_of_dtensors_is_verified():
     assert (compared, backend) == ({"results": 2}, "gloo")
     assert "the result of gradient of w (step 1) differs in 12 of 12 cells" in text
     assert "The last that agrees before it is the result of y (step 1)." in text
+
+
+# -- what a model may be, and what verify refuses
+
+
+def certified(model, inputs, grid=(2, 1), **given):
+    """The certificate, the same on both workers."""
+    found = distdl.run_workers(lambda: distdl.verify(model, grid, inputs, **given), 2)
+    assert found == found[:1] * 2
+    return found[0]
+
+
+def refused(kind, model, inputs, grid=(2, 1), **given):
+    """The text of the error that both workers raise."""
+
+    def work():
+        with pytest.raises(kind) as caught:
+            distdl.verify(model, grid, inputs, **given)
+        return str(caught.value)
+
+    texts = distdl.run_workers(work, 2)
+    assert texts == texts[:1] * 2
+    return texts[0]
+
+
+def rows_of(*shape):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+class Applied(nn.Module):
+    """A linear layer, and a function of its output."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(6, 3).double(), function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+def test_outputs_of_bools_are_compared():
+    assert certified(Applied(lambda y: (y, y > 0)), rows_of(5, 6)).compared["outputs"] == 6
+    text = failing(lambda: distdl.verify(lambda x: {"y": x > 0}, lambda x: {"y": x < 0}, torch.ones(3)), 2)
+    assert "cell (0,) is True sequentially and False distributed" in text
+
+
+def test_a_difference_is_shown_with_the_digits_that_differ():
+    text = failing(lambda: distdl.verify(lambda x: {"y": x}, lambda x: {"y": x + 1e-9}, rows_of(3)), 2)
+    assert "cell (0,) is 0.803276" in text
+    shown = text.partition("cell (0,) is ")[2].split(" distributed")[0].split(" sequentially and ")
+    assert shown[0] != shown[1]
+
+
+def test_whole_numbers_that_float64_cannot_tell_apart_differ():
+    def number(more):
+        return lambda x: {"y": torch.tensor(2**60 + more)}
+
+    text = failing(lambda: distdl.verify(number(0), number(1), torch.ones(3)), 2)
+    assert f"is {2**60} sequentially and {2**60 + 1} distributed" in text
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_compared_also_if_the_caller_has_switched_them_off(off):
+    def work():
+        with off():
+            return distdl.verify(nn.Linear(6, 3).double(), (2, 1), rows_of(5, 6))
+
+    assert distdl.run_workers(work, 2)[0].compared["gradients of weights"] == 4
+
+
+@pytest.mark.parametrize(("loss", "given"), [
+    (lambda y: 1.5, "it gave a float"), (lambda y: None, "it gave a NoneType"),
+    (lambda y: y, r"it gave one of shape (5, 3)"),
+])  # fmt: skip
+def test_a_loss_that_gives_no_tensor_of_one_element_is_an_error(loss, given):
+    text = refused(ValueError, nn.Linear(6, 3).double(), rows_of(5, 6), loss=loss)
+    assert text == f"verify needs a loss that gives a tensor of one element; {given}"
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_a_number_of_steps_in_which_nothing_is_compared_is_an_error(steps):
+    text = refused(ValueError, nn.Linear(6, 3).double(), rows_of(5, 6), steps=steps)
+    assert text == f"verify needs at least one step; got {steps}"
+
+
+def test_two_functions_that_return_nothing_are_an_error():
+    assert "nothing to compare" in refused(ValueError, lambda x: {}, rows_of(3), lambda x: {})
+
+
+def test_two_functions_take_no_loss():
+    def program(x):
+        return {"y": x}
+
+    assert "takes no loss" in refused(TypeError, program, rows_of(3), program, loss=torch.sum)
+
+
+@pytest.mark.parametrize(("build", "names"), [
+    (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), "self_attn, dropout, dropout1, dropout2"),
+    (lambda: nn.LSTM(8, 4, 2, batch_first=True, dropout=0.2), "the model"),
+])  # fmt: skip
+def test_dropout_inside_of_attention_and_recurrent_layers_is_switched_off(build, names):
+    found = certified(build().double(), rows_of(4, 6, 8), (2, 1, 1))
+    assert f"switched off in {names}:" in found.not_compared[0]
+
+
+def test_a_rare_draw_is_an_error_although_two_runs_agree():
+    model = Applied(lambda y: nn.functional.dropout(y, 1e-12))
+    text = refused(ValueError, model, rows_of(5, 6))
+    assert "two sequential runs differ" not in text
+    assert "It draws random numbers by aten.bernoulli_." in text
+
+
+def test_numbers_from_a_seeded_generator_and_dropout_of_nothing_are_no_draws():
+    def function(y):
+        weights = torch.rand(3, generator=torch.Generator().manual_seed(5), dtype=y.dtype)
+        return nn.functional.dropout(y * weights, 0.0)
+
+    assert certified(Applied(function), rows_of(5, 6)).margin <= 1
+
+
+@pytest.mark.parametrize(
+    "normed", [torch.nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm]
+)
+def test_modules_that_make_weights_are_compared_but_for_the_gradients_of_their_outputs(normed):
+    found = certified(nn.Sequential(normed(nn.Linear(6, 3).double())), rows_of(5, 6))
+    assert found.compared["outputs"] == 8
+    assert found.compared["gradients of weights"] >= 4
+    assert found.not_compared[0].startswith("the gradient of the output of 0.parametrizations.weight.0, ")
+
+
+def test_a_module_that_gives_a_dataclass_is_named_as_not_compared():
+    class Boxing(nn.Module):
+        def forward(self, x):
+            return Box(x * 2)
+
+    class Boxed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Boxing()
+
+        def forward(self, x):
+            return self.inner(x).content
+
+    assert certified(Boxed(), rows_of(5, 6)).not_compared == ("what is in the Box that inner gives",)
+
+
+@dataclass
+class Box:
+    content: torch.Tensor
+
+
+def test_a_copy_that_differs_on_another_worker_is_found():
+    class Drifting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros(2))
+
+        def forward(self, x):
+            if isinstance(x, distdl.GlobalTensor):
+                self.n += distdl.world().rank
+            return x * 2
+
+    text = failing(lambda: distdl.verify(Drifting(), (3, 1), rows_of(5, 6)), 3)
+    assert "the buffer of n (step 1) on worker 1 differs in 2 of 2 cells by more than 0: cell (0,) is 0" in text
+
+
+def test_a_cell_that_rounding_makes_infinite_allows_no_other_difference():
+    """Roots of what rounding makes negative are NaN in a perturbed run."""
+
+    def sequential(x):
+        return {"y": (x - 1).sqrt()}
+
+    def candidate(x):
+        return {"y": (x - 1).sqrt() + torch.tensor([0.0, 0.5])}
+
+    text = failing(lambda: distdl.verify(sequential, candidate, torch.tensor([1.0, 5.0]).double()), 2)
+    assert "cell (1,) is 2 sequentially and 2.5 distributed" in text
+
+
+def test_what_rounding_may_change_altogether_is_named_as_not_compared():
+    """A constant image stands on the kink of each ReLU behind a norm: rounding decides to which side it falls."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 1, 3)).double()
+    found = certified(model, torch.zeros(2, 1, 17).double(), (1, 1, 2))
+    assert "rounding alone may change" in found.not_compared[0]
+    assert sum(found.compared.values()) < 58
+
+
+def test_idle_workers_verify_too():
+    def work():
+        return distdl.verify(nn.Linear(6, 3).double(), distdl.world()[1:].reshape((2, 1)), rows_of(5, 6))
+
+    found = distdl.run_workers(work, 3)
+    assert found == found[:1] * 3
+
+
+def test_an_error_of_one_worker_ends_the_others():
+    def raises(y):
+        if distdl.world().rank == 1:
+            raise KeyError("mine")
+        return y.sum()
+
+    with pytest.raises(KeyError, match="mine"):
+        distdl.run_workers(lambda: distdl.verify(Applied(raises), (2, 1), rows_of(5, 6)), 2)

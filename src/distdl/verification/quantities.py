@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,10 +54,16 @@ class Quantity(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A whole tensor, and which worker held which cells of it."""
+    """A whole tensor.
+
+    Attributes:
+        layout: which worker held which cells of it.
+        copies: those of other workers, with their numbers, if they are not the same.
+    """
 
     tensor: torch.Tensor
     layout: Layout | None = None
+    copies: tuple[tuple[int, torch.Tensor], ...] = ()
 
 
 def gather(value: torch.Tensor) -> Value:
@@ -95,11 +101,16 @@ class Difference:
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The absolute difference of each two elements, in float64. Equal infinities and two NaNs are equal."""
+    """The absolute difference of each two elements, in float64. Equal infinities and two NaNs are equal.
+
+    Whole numbers that float64 cannot tell apart differ by 1 at least.
+    """
+    exact = one.detach().cpu() == other.detach().cpu()
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
     one, other = one.detach().to("cpu", wide), other.detach().to("cpu", wide)
-    equal = (one == other) | (one.isnan() & other.isnan())
+    equal = exact | (one.isnan() & other.isnan())
     apart = (one - other).abs()
+    apart = torch.where(apart == 0, 1.0, apart)
     return torch.where(equal, 0.0, torch.where(apart.isnan(), torch.inf, apart))
 
 
@@ -118,11 +129,15 @@ def compare(right: torch.Tensor, found: Value, noise: float) -> Difference:
     apart = distance(right, other)
     largest, at = apart.max().item(), int(apart.argmax())
     cell = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), right.shape))
-    finite = right.detach().abs().to(torch.float64)
+    finite = right.detach().to("cpu", torch.complex128 if right.is_complex() else torch.float64).abs()
     scale = finite[finite.isfinite()].max().item() if finite.isfinite().any() else 0.0
     exact = not (right.dtype.is_floating_point or right.dtype.is_complex)
     allowed = _MARGIN * (noise + (0.0 if exact else torch.finfo(right.dtype).eps * scale))
     problem = "" if largest <= allowed else _problem(right, found, apart, allowed)
+    for worker, copy in () if problem else found.copies:
+        one = compare(right, Value(copy), noise)
+        if one.problem:
+            return replace(one, problem=f"on worker {worker} {one.problem}")
     return Difference(largest, cell, scale, allowed, problem)
 
 
@@ -135,11 +150,20 @@ def _problem(right: torch.Tensor, found: Value, apart: torch.Tensor, allowed: fl
     order = apart[apart > allowed].argsort(descending=True)
     cells = [tuple(wrong[i].tolist()) for i in order[:_SHOWN]]
     shown = "; ".join(
-        f"cell {cell}{_holder(found.layout, cell)} is {right[cell].item():.6g} sequentially and "
-        f"{found.tensor[cell].item():.6g} distributed"
+        "cell {}{} is {} sequentially and {} distributed".format(
+            cell, _holder(found.layout, cell), *_numbers(right[cell].item(), found.tensor[cell].item())
+        )
         for cell in cells
     )
     return f"differs in {len(wrong)} of {right.numel()} cells by more than {allowed:.2g}: {shown}"
+
+
+def _numbers(one: Any, other: Any) -> tuple[str, str]:
+    """Both as texts that differ, with as many digits as that needs."""
+    if isinstance(one, int):
+        return str(one), str(other)
+    texts = ((f"{one:.{digits}g}", f"{other:.{digits}g}") for digits in (6, 9, 12, 17))
+    return next((pair for pair in texts if pair[0] != pair[1]), (str(one), str(other)))
 
 
 def _holder(layout: Layout | None, cell: Sequence[int]) -> str:
@@ -154,15 +178,14 @@ def _holder(layout: Layout | None, cell: Sequence[int]) -> str:
 
 
 def noise(right: Mapping[Quantity, Value], perturbed: Sequence[Mapping[Quantity, Value]]) -> dict[Quantity, float]:
-    """For each tensor, by how much it changes at most in the perturbed runs; 0 for one that they lack."""
-    return {
-        key: max(
-            (
-                distance(value.tensor, run[key].tensor).max().item()
-                for run in perturbed
-                if key in run and run[key].tensor.shape == value.tensor.shape and value.tensor.numel()
-            ),
-            default=0.0,
-        )
-        for key, value in right.items()
-    }
+    """For each tensor, by how much it changes at most in the perturbed runs; 0 for one that they lack.
+
+    Cells that become infinite or NaN do not count: any difference would be allowed in the others.
+    """
+    found = dict.fromkeys(right, 0.0)
+    for key, value in right.items():
+        for run in perturbed:
+            if key in run and run[key].tensor.shape == value.tensor.shape:
+                apart = distance(value.tensor, run[key].tensor)
+                found[key] = max(found[key], apart.nan_to_num(posinf=0.0).amax().item() if apart.numel() else 0.0)
+    return found

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from distdl.globals.tensor.structures import map_tensors, tensors_in
+from distdl.globals.tensor.replicas import Replica
+from distdl.globals.tensor.structures import map_tensors, opaque_in, tensors_in
 from distdl.verification.quantities import Quantity
 
 Loss = Callable[[Any], torch.Tensor]
 Optimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class Record:
+    """What a model has computed.
+
+    Attributes:
+        found: all tensors, in the order of computing.
+        partial: gradients that a worker has only in part, so that they cannot be compared.
+        opaque: modules that gave something in which no tensors are looked for, and its type.
+    """
+
+    found: dict[Quantity, torch.Tensor] = field(default_factory=dict)
+    partial: list[Quantity] = field(default_factory=list)
+    opaque: dict[str, str] = field(default_factory=dict)
 
 
 def default_loss(output: Any) -> torch.Tensor:
@@ -45,8 +62,8 @@ def record(
     loss: Loss,
     optimizer: Optimizer,
     steps: int,
-) -> dict[Quantity, torch.Tensor]:
-    """Train a model for some steps; returns what it computes, in the order of computing.
+) -> Record:
+    """Train a model for some steps; returns what it computes.
 
     These are the outputs of all modules, the loss, the gradients of the outputs as backward reaches them, the gradients
     of inputs and weights, and weights and buffers behind the optimiser's step.
@@ -54,17 +71,24 @@ def record(
     Args:
         inputs: the arguments of the model's forward, by position and by name. Each step takes the same.
     """
-    found: dict[Quantity, torch.Tensor] = {}
+    record = Record()
+    found = record.found
     calls: Counter[str] = Counter()
     step = 0
 
     def hook(name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
         def on_output(_module: torch.nn.Module, _args: Any, output: Any) -> None:
             calls[name] += 1
+            opaque = opaque_in(output)
+            if opaque is not None:
+                record.opaque[name] = type(opaque).__name__
             for part, tensor in enumerate(tensors_in(output)):
                 found[Quantity(step, "output", name, calls[name], part)] = tensor.detach().clone()
                 if tensor.requires_grad:
                     key = Quantity(step, "gradient of the output", name, calls[name], part)
+                    if isinstance(tensor, Replica) and not tensor.is_leaf:
+                        record.partial.append(key)
+                        continue
                     tensor.register_hook(lambda gradient, key=key: found.__setitem__(key, gradient.detach().clone()))
 
         return on_output
@@ -79,7 +103,7 @@ def record(
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return record
 
 
 def _train_once(
@@ -93,6 +117,9 @@ def _train_once(
     args, kwargs = map_tensors(inputs, _as_leaf)
     model.zero_grad()
     value = loss(model(*args, **kwargs))
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        given = f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise ValueError(f"verify needs a loss that gives a tensor of one element; it gave {given}")
     found[Quantity(step, "loss", "")] = value.detach().clone()
     if value.requires_grad:
         value.backward()

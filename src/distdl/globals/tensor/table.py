@@ -127,6 +127,7 @@ def copied(func: Any) -> Any:
     func = func.__wrapped__ if is_lent(func) else func  # (by an earlier import of distdl)
     copy = FunctionType(func.__code__, func.__globals__, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__, copy.__annotations__ = func.__kwdefaults__, func.__annotations__
+    copy.__module__, copy.__qualname__ = func.__module__, func.__qualname__
     return copy
 
 
