@@ -22,6 +22,9 @@ class Doubled(nn.Module):
 def wrong():
     return right().append(Doubled())
 
+def embedding():
+    return nn.Embedding(10, 4)
+
 number = 3
 """
 
@@ -79,5 +82,23 @@ def test_verify_starts_processes(networks, capsys):
 def test_a_model_that_cannot_be_built_is_an_error_of_the_command(networks, capsys, model, text):
     with pytest.raises(SystemExit) as caught:
         main(["summary", model.format(networks), "--input", "1x1x8x8", "--partition", "1x1x2x2"])
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_verify_gives_whole_numbers_to_a_model_that_looks_up_rows(networks, capsys):
+    assert main(["verify", f"{networks}:embedding", "--input", "4x6", "-n", "2", "--dtype", "int64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["compared"]["gradients of weights"], found["dtypes"]) == (2, ["float64"])
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    (["-n", "0"], "at least one; got 0"), (["--steps", "0"], "at least one; got 0"),
+    (["-n", "3", "--partition", "1x1x2x2"], "a partition of 4 workers is not one of 3"),
+    (["--backend", "nowhere_at_all"], "got 'nowhere_at_all'"),
+])  # fmt: skip
+def test_options_of_verify_that_cannot_be_are_errors_of_the_command(networks, capsys, options, text):
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", f"{networks}:right", "--input", "1x1x13x17", *options])
     assert caught.value.code == 2
     assert text in capsys.readouterr().err

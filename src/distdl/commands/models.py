@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from distdl.backends import find
 from distdl.drawing.command import dtype_of, numbers, places
 from distdl.geometry.boxes import Shape
 from distdl.globals.summary import suggest, summary
@@ -38,7 +39,7 @@ def add_summary(parser: argparse.ArgumentParser) -> None:
 def add_suggest(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``distdl suggest``."""
     _add_model(parser, "  distdl suggest networks:unet --input 1x1x256x256x256 -n 8\n")
-    parser.add_argument("-n", "--workers", type=int, default=4, help="how many workers (default: 4)")
+    parser.add_argument("-n", "--workers", type=_count, default=4, help="how many workers (default: 4)")
     _add_weights(parser)
     parser.set_defaults(command=_suggest)
 
@@ -47,10 +48,10 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``distdl verify``."""
     example = "  distdl verify networks:unet --input 1x1x64x64 -n 4\n"
     _add_model(parser, example + example.replace("-n 4", "--partition 1x1x2x2 --backend gloo --json"))
-    parser.add_argument("-n", "--workers", type=int, help="how many workers (default: those of the partition, or 4)")
+    parser.add_argument("-n", "--workers", type=_count, help="how many workers (default: those of the partition, or 4)")
     parser.add_argument("--partition", type=places, help="as 1x1x2x2 (default: the longest dim of the input is split)")
     parser.add_argument("--backend", help="threads, gloo, or your own (default: threads)")
-    parser.add_argument("--steps", type=int, default=2, help="steps of training (default: 2)")
+    parser.add_argument("--steps", type=_count, default=2, help="steps of training (default: 2)")
     parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
     _add_weights(parser)
     parser.set_defaults(command=_verify)
@@ -100,6 +101,13 @@ def _told(tell: Callable[[], object]) -> int:
 def _verify(options: argparse.Namespace) -> int:
     built(options.model)  # what is wrong with its name is said once, and not by each worker
     first = options.input[0]
+    if options.workers and options.partition and prod(options.partition) != options.workers:
+        raise UsageError(f"a partition of {prod(options.partition)} workers is not one of {options.workers}")
+    if options.backend is not None:
+        try:
+            find(options.backend)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     workers = options.workers or (prod(options.partition) if options.partition else 4)
     grid = options.partition or tuple(workers if dim == _longest(first) else 1 for dim in range(len(first)))
     work = partial(
@@ -115,12 +123,14 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _verified(name: str, grid: Shape, shapes: list[Shape], dtype: torch.dtype, steps: int, weights: str) -> Certificate:
-    """What one worker does."""
-    inputs = tuple(
-        torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=dtype)
-        for number, shape in enumerate(shapes)
-    )
-    return verify(built(name).to(dtype), grid, inputs, steps=steps, weights=weights)
+    """What one worker does. Inputs of whole numbers are zeros and ones; the model then computes in float64."""
+    inputs = []
+    for number, shape in enumerate(shapes):
+        generator = torch.Generator().manual_seed(number)
+        drawn = torch.randn if dtype.is_floating_point or dtype.is_complex else partial(torch.randint, 2)
+        inputs.append(drawn(shape, generator=generator, dtype=dtype))
+    own = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
+    return verify(built(name).to(own), grid, tuple(inputs), steps=steps, weights=weights)
 
 
 def built(name: str) -> torch.nn.Module:
@@ -145,6 +155,12 @@ def built(name: str) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"{name} has to build a torch.nn.Module; it gives a {type(model).__name__}")
     return model
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"at least one; got {text}")
+    return int(text)
 
 
 def _shapes(options: argparse.Namespace) -> Any:
