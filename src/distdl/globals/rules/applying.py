@@ -116,7 +116,12 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 def widened(x: torch.Tensor, devices: Collection[str]) -> torch.Tensor:
     """Cast a tensor of half precision to float32 if it is on one of these types of device and autocast is on there."""
-    return x.float() if x.dtype in HALVES and x.device.type in devices and autocast_dtype(x) is not None else x
+    return x.float() if x.dtype in HALVES and _kind(x) in devices and autocast_dtype(x) is not None else x
+
+
+def _kind(x: torch.Tensor) -> str:
+    """Return the type of the device of x. Tests replace it, as they have no GPU."""
+    return x.device.type
 
 
 def cast_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
