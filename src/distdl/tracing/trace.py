@@ -52,7 +52,7 @@ def trace(
     who waited for whom, and which exchanges cost most. While no trace is open, it costs nothing.
 
     Every worker opens and closes it; both are collective. Clocks of processes are aligned by messages between each
-    worker and worker 0, at the begin and at the end. Operators are logged when they are called: on a GPU, which
+    worker and worker 0, at the beginning and at the end. Operators are logged when they are called: on a GPU, which
     computes on while Python goes ahead, that is when they are launched.
 
     Args:

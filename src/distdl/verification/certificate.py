@@ -63,7 +63,7 @@ class Certificate:
             f"{self.subject} on {self.workers} workers{grid} ({self.backend}) equals the sequential one",
             f"  compared      {counts}; steps: {self.steps}",
             f"  largest       {self.largest:.2g}{place}",
-            f"  rounding      explains up to {1 / self.margin:.2g} times what was found"
+            f"  rounding      explains at least {1 / self.margin:.2g} times what was found"
             if self.margin
             else "  rounding      every element is equal",
             f"  dtypes        {', '.join(self.dtypes)}",
