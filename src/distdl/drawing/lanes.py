@@ -56,7 +56,7 @@ class _Lanes:
         plan, self.movement, self.itemsize = movement.plan, movement, itemsize
         self.flows, self.layouts = flows(plan.all_moves()), (movement.source, movement.target)
         self.boxes: tuple[dict[int, Box], dict[int, Box]] = ({}, {})
-        for flow in self.flows:  # (a plan for one worker has no shapes of the others)
+        for flow in self.flows:  # a plan for one worker has no shapes of the others
             for side, worker in enumerate((flow.source, flow.target)):
                 pieces = [piece[side] for piece in flow.pieces]
                 self.boxes[side][worker] = hull([self.boxes[side].get(worker, pieces[0]), *pieces])

@@ -49,7 +49,7 @@ def svg(scene: Scene) -> str:
         parts.append(_words(0, 11, panel.caption, 'class="distdl-ink" font-size="12" font-weight="bold"'))
         parts += [line for rect in panel.rects for line in _rect(rect)]
         parts += [line for arrow in panel.arrows for line in _arrow(arrow)]
-        for arrow in panel.arrows:  # (last, so that no line crosses out an amount)
+        for arrow in panel.arrows:  # last, so that no line crosses out an amount
             if arrow.at is not None:
                 looks = 'class="distdl-amount" text-anchor="middle"'
                 parts.append(_words(arrow.at[0], arrow.at[1] + 4, arrow.amount, looks))
@@ -69,7 +69,7 @@ def _rect(rect: Rect) -> Iterator[str]:
         return
     place = f'x="{rect.x:.1f}" y="{rect.y:.1f}" width="{rect.width:.1f}" height="{rect.height:.1f}"'
     looks = _LOOKS[rect.kind]
-    if not (rect.width and rect.height):  # (a rectangle without an area would not be drawn)
+    if not (rect.width and rect.height):  # SVG does not draw a rectangle without an area
         place, looks = f'd="M{rect.x:.1f} {rect.y:.1f}h{rect.width:.1f}v{rect.height:.1f}"', _LOOKS["empty"]
     shape, colour = "path" if place[0] == "d" else "rect", COLOURS[rect.worker % len(COLOURS)]
     yield f"<g><title>{escape(rect.title)}</title>" if rect.title else "<g>"

@@ -27,7 +27,7 @@ _LONG = 1000  # things of a list that are looked at
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )  # fmt: skip
-# (a distributed model's dicts have ways of their own)
+# dicts of a distributed model look up otherwise
 _values: Callable[[Any], Any] = dict.values
 _length: Callable[[Any], int] = dict.__len__
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")

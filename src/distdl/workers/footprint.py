@@ -68,7 +68,7 @@ class Footprint(TorchDispatchMode):
                 self._note_all(one)
 
     def _note(self, value: torch.Tensor) -> None:
-        # (a tensor of a class that says what operators make of it has no memory of its own)
+        # a wrapper tensor has no memory of its own
         if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or value.is_meta is not self._meta:
             return
         try:

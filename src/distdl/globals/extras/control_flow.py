@@ -98,7 +98,7 @@ def called(compiled: Any, fn: Any, args: Any, kwargs: Any = None) -> Any:
     if not (is_split((args, kwargs)) or is_running() or launched() == "threads"):
         try:
             return compiled(fn, args, kwargs)
-        except Exception as error:  # (to import those of the compiler takes seconds)
+        except Exception as error:  # to import the compiler's own errors takes seconds
             if not any(sign in str(error) for sign in _SPLIT):
                 raise
     return composite(fn, **_EAGER)(*args, **(kwargs or {}))

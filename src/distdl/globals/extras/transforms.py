@@ -262,9 +262,9 @@ def transformed(original: Any, *args: Any, **kwargs: Any) -> Any:
     Args:
         original: torch's own.
     """
-    if original.__name__ == "_jvp_with_argnums":  # (torch counts its levels for all threads together)
+    if original.__name__ == "_jvp_with_argnums":  # torch counts its levels for all threads together
         refused = launched() == "threads"
-    else:  # (torch takes no hooks around it; ours may be those of weights in shares)
+    else:  # torch takes no hooks for saved tensors around it, as sharded weights set
         hooks = saved_tensors_hooks()
         refused = hooks is not None and hasattr(hooks[0], KEEPS_TENSORS)
     if not is_split((args, kwargs)):

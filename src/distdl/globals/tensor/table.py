@@ -124,7 +124,7 @@ def composite(func: Any, **others: Any) -> Callable[..., Any]:
 
 def copied(func: Any) -> Any:
     """A function of torch's as torch has it, which stays so where torch's gets other code."""
-    func = func.__wrapped__ if is_lent(func) else func  # (by an earlier import of distdl)
+    func = func.__wrapped__ if is_lent(func) else func  # an earlier import of distdl has replaced its code
     copy = FunctionType(func.__code__, func.__globals__, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__, copy.__annotations__ = func.__kwdefaults__, func.__annotations__
     copy.__module__, copy.__qualname__ = func.__module__, func.__qualname__

@@ -86,7 +86,7 @@ def create_block_mask(original: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             named = signature(original).bind(*args, **kwargs)
         except TypeError:
-            return original(*args, **kwargs)  # (for torch's error)
+            return original(*args, **kwargs)  # raises torch's error
         if named.arguments.get("_compile") and captures_split(named.arguments["mask_mod"], *torch.zeros(4).long()):
             named.arguments["_compile"] = False  # global tensors cannot be traced
         args, kwargs = named.args, named.kwargs
@@ -96,8 +96,8 @@ def create_block_mask(original: Any, *args: Any, **kwargs: Any) -> Any:
 def dense_to_ordered(original: Any, dense_mask: Any) -> Any:
     """Sort the blocks of a mask, one thread at a time."""
     if torch.compiler.is_dynamo_compiling() or type(dense_mask) is not torch.Tensor:
-        return original(dense_mask)  # (one that is split sends messages, for which others wait)
-    with _turn:  # (torch notes meanwhile, in one dict for all threads, that it does this)
+        return original(dense_mask)  # a global mask sends messages, for which other threads wait
+    with _turn:  # torch notes in one dict of the process that it runs
         return original(dense_mask)
 
 
