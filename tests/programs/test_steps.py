@@ -257,12 +257,16 @@ def scaled(model):
 CHANGES = [halved, loaded, scaled, assigned, replaced, frozen, evaluated, hooked]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("make", [small, lambda: weighted(UNet())], ids=["convolutions", "u-net"])
-def test_what_changes_under_a_line_is_noticed(change, make):
-    if make is not small and change in (replaced, frozen, hooked, scaled):
-        pytest.skip("of the other model")
+def unet():
+    return weighted(UNet())
 
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [*((small, change) for change in CHANGES), *((unet, change) for change in (halved, loaded, assigned, evaluated))],
+    ids=lambda one: one.__name__,
+)
+def test_what_changes_under_a_line_is_noticed(change, make):
     def body(model, x, y):
         return plain(model, x, y)
 

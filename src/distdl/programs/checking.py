@@ -15,21 +15,26 @@ def assert_well_formed(step: Step) -> None:
     for place, call in enumerate(step.calls):
         where = f"call {place}, {call.kind} of {call.name}"
         for value in call.read():
-            assert value in known, f"{where}: {value!r} is read before it is there"
+            _claim(value in known, f"{where}: {value!r} is read before it is there")
         if call.kind == "wait":
             (waits,) = call.args
-            assert waits in under_way, f"{where}: nothing that it waits for is under way"
+            _claim(waits in under_way, f"{where}: nothing that it waits for is under way")
             del under_way[waits]
         else:
             read = set(call.read())
             for arriving in under_way.values():
-                assert arriving not in read, f"{where}: {arriving!r} is read while it is under way"
+                _claim(arriving not in read, f"{where}: {arriving!r} is read while it is under way")
         for value in call.given():
-            assert value not in known, f"{where}: {value!r} is given twice"
+            _claim(value not in known, f"{where}: {value!r} is given twice")
             known.add(value)
         if call.kind == "begin":
             y, waits = call.results
             under_way[waits] = y
-    assert not under_way, f"nobody waits for {list(under_way)}"
+    _claim(not under_way, f"nobody waits for {list(under_way)}")
     for value in values_in(step.result):
-        assert value in known, f"the result {value!r} is not there"
+        _claim(value in known, f"the result {value!r} is not there")
+
+
+def _claim(holds: bool, text: str) -> None:
+    if not holds:  # no assert, which ``python -O`` leaves out
+        raise AssertionError(text)

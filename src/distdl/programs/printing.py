@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distdl.programs.calls import Call, Source, Step, Value
+from distdl.programs.calls import Call, Step, Value
 from distdl.programs.counts import Counts
 
 
@@ -18,7 +18,7 @@ def shown(step: Step, title: str) -> str:
 
 
 def _lines(step: Step) -> Iterator[str]:
-    names = {value: _name(value, source) for value, source in step.sources.items()}
+    names = _Names(step)
     path = None
     for call in step.calls:
         if call.path != path and call.kind != "gradient":
@@ -30,11 +30,25 @@ def _lines(step: Step) -> Iterator[str]:
     yield f"return {_text(step.result, names)}"
 
 
-def _name(value: Value, source: Source) -> str:
-    return f"constant_{int(value)}" if source.kind == "constant" else source.name.replace(" ", "_")
+class _Names(dict[Value, str]):
+    """The names of values: where those from outside come from, and ``v0``, ``v1``, ... in the order of the text."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self._count, constants = 0, 0
+        for value, source in step.sources.items():
+            self[value] = source.name.replace(" ", "_")
+            if source.kind == "constant":
+                self[value] = f"constant_{constants}"
+                constants += 1
+
+    def __missing__(self, value: Value) -> str:
+        name = self[value] = f"v{self._count}"
+        self._count += 1
+        return name
 
 
-def _statement(call: Call, names: dict[Value, str]) -> str:
+def _statement(call: Call, names: _Names) -> str:
     if call.kind == "wait":
         return f"{_text(call.args[0], names)}.wait()"
     if call.kind == "gradient":
@@ -72,10 +86,10 @@ def _by_worker(messages: list[tuple[int, int]]) -> Counter[int]:
     return found
 
 
-def _text(one: Any, names: dict[Value, str]) -> str:
+def _text(one: Any, names: _Names) -> str:
     kind = type(one)
     if kind is Value:
-        return names.get(one) or f"v{int(one)}"
+        return names[one]
     if kind in (tuple, list):
         inside = ", ".join(_text(item, names) for item in one)
         return f"[{inside}]" if kind is list else f"({inside}{',' if len(one) == 1 else ''})"

@@ -73,7 +73,8 @@ def as_one_call(function: Callable[P, T]) -> Callable[P, T]:
         recorder = here.recorder
         if recorder is None:
             return function(*args, **kwargs)
-        assert not kwargs
+        if kwargs:
+            raise TypeError(f"{function.__name__} takes positional arguments alone while a step is recorded")
         found: T = recorder.call(function, args)
         return found
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distdl.environment.types import Count
 from distdl.globals import GlobalTensor, distribute, distribute_tensor
 from distdl.globals.consistency.checksums import checksum
 from distdl.globals.tensor.structures import map_tensors
@@ -39,7 +38,7 @@ def verify(
     P: Split | Program,
     inputs: Any,
     loss: Loss | None = None,
-    steps: Count = 2,
+    steps: int = 2,
     optimizer: Optimizer | None = None,
     weights: str = "replicated",
 ) -> Certificate:
