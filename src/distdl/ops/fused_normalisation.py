@@ -30,7 +30,8 @@ import torch
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Shape
 from distdl.ops.moments import Moments
-from distdl.ops.rows import Rows, centred, measure, on_rows
+from distdl.ops.recorded_rows import centred, measure, on_rows
+from distdl.ops.rows import Rows
 from distdl.tensors.function import Function, gradients_of
 from distdl.tensors.memory import empty
 from distdl.tensors.recorders import Held

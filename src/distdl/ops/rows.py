@@ -9,7 +9,7 @@ those of its samples, they see as it lies: as a matrix of *cells, channels*, in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import repeat
 from math import prod
@@ -19,7 +19,6 @@ import torch
 
 from distdl.geometry.boxes import Shape
 from distdl.tensors.memory import empty, is_channels_last
-from distdl.tensors.recorders import Held, as_one_call
 
 _KERNEL = torch.ops.aten.native_batch_norm.out
 _SUMS = torch.ops.aten.native_batch_norm_backward.default
@@ -320,33 +319,6 @@ class Rows(NamedTuple):
         number = max(_CHUNK // size, 1)
         parts = [repeat(one) if along == 0 else one.split(number, min(one.dim(), 2) - 1) for one in values]
         return zip(*[block.split(number, along) for block in blocks], *parts, strict=False)
-
-
-@as_one_call
-def measure(rows: Rows, block: torch.Tensor) -> tuple[torch.Tensor, Held]:
-    """What this block has of each mean and variance, and whether a mean is far (see :meth:`Rows.measure`)."""
-    found, far = rows.measure(block)
-    return found, Held(far)
-
-
-@as_one_call
-def centred(rows: Rows, found: torch.Tensor, mean: torch.Tensor, far: Held) -> tuple[torch.Tensor, Held]:
-    """The mean of each row less its centre, and that. The centre is None where no mean is far.
-
-    Args:
-        found: means and variances of all cells, in float64.
-        mean: of each row.
-    """
-    if not far.value:
-        return mean, Held(None)
-    (rest,) = rows.spread(found[0] - found[0].to(mean.dtype), rows.own, mean.dtype)
-    return rest, Held(mean)
-
-
-@as_one_call
-def on_rows(method: Callable[..., Any], rows: Rows, block: torch.Tensor, centre: Held, given: tuple[Any, ...]) -> Any:
-    """What a method of rows makes of a block less its centre."""
-    return method(rows, block if centre.value is None else rows.less(block, centre.value), *given)
 
 
 @cache

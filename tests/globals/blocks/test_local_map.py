@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from autograd_functions import scaled_sine
 from launched import Calling as CallingModel
 from launched import assert_close, on_workers, split
 from nets import Again
@@ -19,23 +20,6 @@ import distdl
 from distdl import GlobalTensor, nn
 
 x35, row = noise(3, 5), noise(5, seed=2)
-
-
-def scaled_sine():
-    """A new autograd function: y = sin(x) w."""
-
-    class ScaledSine(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x.sin() * w
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, w = ctx.saved_tensors
-            return dy * w * x.cos(), (dy * x.sin()).sum(0)
-
-    return ScaledSine
 
 
 @on_workers

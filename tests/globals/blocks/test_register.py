@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from autograd_functions import scaled_sine
 from launched import assert_close, on_workers, split
 from registered import unregister
 from same import noise
@@ -16,23 +17,6 @@ import distdl
 from distdl import GlobalTensor
 
 x35, row = noise(3, 5), noise(5, seed=2)
-
-
-def scaled_sine():
-    """A new autograd function: y = sin(x) w."""
-
-    class ScaledSine(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x.sin() * w
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, w = ctx.saved_tensors
-            return dy * w * x.cos(), (dy * x.sin()).sum(0)
-
-    return ScaledSine
 
 
 @pytest.mark.parametrize("named", [0, 1, 2])

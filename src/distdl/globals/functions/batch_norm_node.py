@@ -21,7 +21,8 @@ import torch
 from distdl.exchange import Operator
 from distdl.geometry.boxes import runs, shape
 from distdl.globals.layouts.context import KnownLayout
-from distdl.ops.rows import Rows, centred, measure, on_rows
+from distdl.ops.recorded_rows import centred, measure, on_rows
+from distdl.ops.rows import Rows
 from distdl.plan.planning import all_sum
 from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
