@@ -36,10 +36,10 @@ class Times(NamedTuple):
 
 def times(log: Log) -> Times:
     """Where the time of a worker went."""
-    spent: Counter[str] = Counter()
+    spent: defaultdict[str, float] = defaultdict(float)
     for one in log.slices:
         if one.row == MESSAGES:
-            spent[one.name] += one.end - one.begin  # type: ignore[assignment]  # a sum of floats
+            spent[one.name] += one.end - one.begin
     return Times(log.worker, log.end - log.begin, spent[PACK], spent[SEND], spent[WAIT])
 
 

@@ -64,10 +64,10 @@ def trace(
     """
     P, found = world(), Trace()
     comm = P.comm
-    _check(P.broadcast_data(_problem(Path(path)) if comm.rank == 0 else None), path)
-    first = align(comm)
     log = Log(comm.rank)
-    try:
+    try:  # from here on, as another worker may fail as soon as worker 0 has opened the file
+        _check(P.broadcast_data(_problem(Path(path)) if comm.rank == 0 else None), path)
+        first = align(comm)
         with _logged(comm, log, model, operators):
             log.begin = time.perf_counter()
             yield found

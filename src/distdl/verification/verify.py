@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields
@@ -276,9 +276,9 @@ def _outcome(
 
 def _blurred(differences: Mapping[Quantity, Difference]) -> list[Quantity]:
     """Tensors in which rounding may explain any difference. Those that are zero but for rounding are none of them."""
-    largest: Counter[str] = Counter()
+    largest: defaultdict[str, float] = defaultdict(float)
     for key, one in differences.items():
-        largest[key.kind] = max(largest[key.kind], one.scale)  # type: ignore[assignment]  # a float
+        largest[key.kind] = max(largest[key.kind], one.scale)
     return [key for key, one in differences.items() if one.allowed >= one.scale > _NOTHING * largest[key.kind]]
 
 
