@@ -3,7 +3,7 @@
 # make sweep   the products of cases of which make test runs a part (a few minutes)
 # make fuzz    CASES=20000: random programs with new seeds, each equal or the same error on all workers
 # make models  train other people's models on every split that the tests know (an hour)
-# make tried   programs of other people's libraries, alone and distributed, each compared; written to docs/tried.md
+# make tried   programs of other people's libraries, alone and distributed, each compared; written to docs/details/tried.md
 # make soak    a long training, killed and resumed on other workers; STEPS=20000 (half an hour)
 # make hosts   training over two hosts (network namespaces) whose link fails, is slow, loses packets (10 minutes)
 # make faults  every fault that the tests inject, several times, counted by back-end (6 minutes)

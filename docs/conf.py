@@ -15,11 +15,13 @@ import public_names
 
 import distdl
 
-Path(__file__).with_name("native.md").write_text(native_functions.page())
-Path(__file__).with_name("reference.md").write_text(public_names.page())
-PICTURES = Path(__file__).with_name("pictures")
+HERE = Path(__file__).parent
+(HERE / "details" / "native.md").write_text(native_functions.page())
+(HERE / "reference").mkdir(exist_ok=True)
+(HERE / "reference" / "index.md").write_text(public_names.page())
+PICTURES = HERE / "pictures"
 PICTURES.mkdir(exist_ok=True)
-for command, name in re.findall(r"^distdl draw (.*) -o (\S+)$", Path(__file__).with_name("draw.md").read_text(), re.M):
+for command, name in re.findall(r"^distdl draw (.*) -o (\S+)$", (HERE / "guide" / "draw.md").read_text(), re.M):
     distdl.draw(command).save(PICTURES / name)
 _LISTED = {public_names.full_name(value) for value in public_names.public_names().values()}
 

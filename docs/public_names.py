@@ -32,7 +32,9 @@ def pages() -> str:
         *ROOT.glob("docs/code/*.py"),
         *ROOT.glob("examples/*.py"),
     ]
-    return "\n".join(path.read_text() for path in found if path.name != "reference.md" and "_build" not in path.parts)
+    return "\n".join(
+        path.read_text() for path in found if not {"reference", "_build"} & {*path.relative_to(ROOT).parts}
+    )
 
 
 def named(text: str) -> set[str]:

@@ -2,7 +2,7 @@
 
 A test that injects a fault into a run has the mark ``fault``, with the name of the back-end (without: the test's
 parameter ``backend``), and how many faults, if more than one. The run has ended as told if the test passes: with the
-error that ``docs/reliability.md`` tells of, on the workers that it names, and within the time.
+error that ``docs/details/reliability.md`` tells of, on the workers that it names, and within the time.
 """
 
 from __future__ import annotations

@@ -77,4 +77,4 @@ def test_it_passes_the_contract():
 
 
 def _page():
-    return (FOLDER.parent / "add-a-back-end.md").read_text()
+    return (FOLDER.parent / "developers" / "add-a-back-end.md").read_text()

@@ -13,7 +13,7 @@ from torch import nn
 import distdl
 from distdl.backends import torch_distributed
 
-PAGE = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "gpu.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", PAGE, re.DOTALL)
 ((SCRIPT, PRINTED), *_) = BLOCKS
 SNIPPETS = [code for code, printed in BLOCKS if not printed]

@@ -1,4 +1,4 @@
-"""What each layer does with each property: the table of ``docs/exactness.md``.
+"""What each layer does with each property: the table of ``docs/details/exactness.md``.
 
 Every ``properties_*.py`` beside this file has CELLS: layer -> property -> a function of the world of four workers. It
 asserts, and returns what it has shown: ``exact`` (output, gradient of the input and gradients of all parameters are
@@ -18,7 +18,7 @@ from pathlib import Path
 import distdl
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent.parent / "docs" / "exactness.md"
+PAGE = HERE.parent.parent / "docs" / "details" / "exactness.md"
 WORKERS = 4
 PROPERTIES = (
     "stride", "dilation", "even kernel", "deep halo", "uneven", "empty", "batch split", "channel split",

@@ -15,7 +15,7 @@ from distdl.nn.placement import parameter_layouts
 from distdl.utilities.torch import zero_volume_tensor
 
 STEPS = 3
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from-upstream.md"
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from" / "distdl.md"
 
 
 def agree(ours, theirs):

@@ -1,6 +1,6 @@
-"""Run the programs of others that distdl was tried with, and write what they gave into docs/tried.md (`make tried`).
+"""Run the programs of others that distdl was tried with, and write what they gave into the page (`make tried`).
 
-    python tests/tried/run.py                 all programs; the table in docs/tried.md is written anew
+    python tests/tried/run.py                 all programs; docs/details/tried.md is written anew
     python tests/tried/run.py torchdiffeq     those of the files whose names are given; no table is written
 
 Each file of ``programs/`` names in ``LIBRARIES`` what pip has to install. Installing, too, happens here: in the
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "tried.md"
+PAGE = HERE.parents[1] / "docs" / "details" / "tried.md"
 BEGIN, END = "<!-- table of make tried: begin -->", "<!-- table of make tried: end -->"
 LIMIT = 600  # seconds for one file of programs
 
