@@ -569,6 +569,6 @@ def test_all_arrows_of_one_worker_are_no_part_of_the_arrows():
 def test_each_picture_of_the_page_has_the_command_that_makes_it():
     page = (Path(__file__).parents[2] / "docs" / "guide" / "draw.md").read_text()
     commands = dict(re.findall(r"^distdl draw (.*) -o (\S+)$", page, re.MULTILINE))
-    assert list(commands.values()) == re.findall(r"\(pictures/(\S+)\)", page) and len(commands) == 7
+    assert list(commands.values()) == re.findall(r"\(\.\./pictures/(\S+)\)", page) and len(commands) == 7
     for command in commands:
         assert len(distdl.draw(command).scene.panels) >= 2
