@@ -31,7 +31,7 @@ _DRAWN = (
     "generator, so torch.manual_seed in each of them gives no worker the weights that it gives alone. For the same "
     "weights at each launch, let one worker after another build the model, or run processes (distdl run --backend "
     "gloo), or with run_workers build the model before it and give each worker copy.deepcopy(model): see 'The same "
-    "weights on every worker' in docs/guide/distribute.md"
+    "weights on every worker' in docs/details/global-tensors.md"
 )
 
 
