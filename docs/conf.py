@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import charts
 import native_functions
 import public_names
+from docutils import nodes
 
 import distdl
 
@@ -23,19 +26,38 @@ PICTURES = HERE / "pictures"
 PICTURES.mkdir(exist_ok=True)
 for command, name in re.findall(r"^distdl draw (.*) -o (\S+)$", (HERE / "guide" / "draw.md").read_text(), re.M):
     distdl.draw(command).save(PICTURES / name)
+(PICTURES / "memory-chart.svg").write_text(charts.memory())
+(PICTURES / "speed-chart.svg").write_text(charts.speed())
 _LISTED = {public_names.full_name(value) for value in public_names.public_names().values()}
 
 project = "distdl"
 version = release = distdl.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_design",
+    "sphinx_copybutton",
+    "mathml",
+]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"distdl {version}"
 html_math_renderer = "mathml"
 html_static_path = ["_static"]
+html_show_copyright = False
 html_css_files = ["pages.css"]
-myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
+html_search_scorer = str(HERE / "_static" / "search.js")
+html_favicon = "_static/icon.svg"
+html_theme_options = {
+    "light_logo": "logo-light.svg",
+    "dark_logo": "logo-dark.svg",
+    "light_css_variables": {"color-brand-primary": "#1f6f9f", "color-brand-content": "#1f6f9f"},
+    "dark_css_variables": {"color-brand-primary": "#7fc6ee", "color-brand-content": "#7fc6ee"},
+}
+copybutton_prompt_text = "$ "
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "attrs_block"]
 myst_heading_anchors = 3
 
 autodoc_mock_imports = ["mpi4py"]
@@ -99,8 +121,23 @@ def link_by_last_name(app, env, node, contnode):
     return domain.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], found[0], node, contnode)
 
 
+def put_pictures_into_pages(app, doctree, page):
+    """Put the drawings of distdl.draw into the page itself: so they follow its light or dark mode and show tool tips."""
+    if app.builder.format != "html":
+        return
+    for image in [*doctree.findall(nodes.image)]:
+        path = HERE / image["uri"]
+        if path.parent == PICTURES and path.suffix == ".svg":
+            drawing = re.sub(r"<style>.*?</style>", "", path.read_text(), flags=re.DOTALL)
+            drawing = re.sub(
+                r'aria-label="[^"]*"', f'aria-label="{html.escape(image.get("alt", ""))}"', drawing, count=1
+            )
+            image.replace_self(nodes.raw("", f'<div class="picture">{drawing}</div>', format="html"))
+
+
 def setup(app):
     app.connect("autodoc-process-docstring", separate_headings, priority=400)  # before napoleon
     app.connect("autodoc-process-docstring", keep_own_words, priority=600)  # after it
     app.connect("autodoc-process-bases", show_listed_bases)
     app.connect("missing-reference", link_by_last_name)
+    app.connect("doctree-resolved", put_pictures_into_pages)
