@@ -20,8 +20,7 @@ import distdl
 
 HERE = Path(__file__).parent
 (HERE / "details" / "native.md").write_text(native_functions.page())
-(HERE / "reference").mkdir(exist_ok=True)
-(HERE / "reference" / "index.md").write_text(public_names.page())
+public_names.write(HERE / "reference")
 PICTURES = HERE / "pictures"
 PICTURES.mkdir(exist_ok=True)
 for command, name in re.findall(r"^distdl draw (.*) -o (\S+)$", (HERE / "guide" / "draw.md").read_text(), re.M):
@@ -66,6 +65,9 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 100
+python_use_unqualified_type_names = True
+add_module_names = False
+toc_object_entries_show_parents = "hide"
 
 # docstrings: 'Args:' and 'Attributes:' are lists; one entry may name several things
 napoleon_numpy_docstring = False
@@ -122,7 +124,7 @@ def link_by_last_name(app, env, node, contnode):
 
 
 def put_pictures_into_pages(app, doctree, page):
-    """Put the drawings of distdl.draw into the page itself: so they follow its light or dark mode and show tool tips."""
+    """Put drawings of distdl.draw into the page itself, so that they follow its dark mode and show tool tips."""
     if app.builder.format != "html":
         return
     for image in [*doctree.findall(nodes.image)]:

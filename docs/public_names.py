@@ -1,4 +1,4 @@
-"""The names that are public, and the reference that is made of them: ``python docs/public_names.py`` prints it.
+"""The names that are public, and the reference of a page each: ``python docs/public_names.py`` prints all pages.
 
 Public is what the ``__all__`` of a package or module hands on, what the README, a page or an example imports or names,
 and what was published. A name that several modules hand on is listed once, at its shortest path.
@@ -18,10 +18,33 @@ from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 WHOLE = ("distdl.nn.init", "distdl.nn.utils")  # modules of which all functions are public, as of torch's own
-HEAD = """# Reference
-
-This page is made from the docstrings of all public names, each under the shortest path by which it is imported.
-"""
+# The groups of the reference: file, title, and the paths in it. A path belongs to the first group that it fits.
+GROUPS = {
+    "distribute": (
+        "Distribute a model",
+        r"distdl\.(distribute|distribute_tensor|GlobalTensor|world|Partition|CartesianPartition|run_workers|compile|"
+        r"local_map|register|reproducible|fixed_shapes|on_terminate|CommunicationError)",
+    ),
+    "look": (
+        "Choose a split, look inside, prove",
+        r"distdl\.(suggest|summary|check|draw|ledger|name_layers|trace|verify)|"
+        r"distdl\.(drawing|tracing|verification|programs|workers)\..*",
+    ),
+    "save": ("Save and load", r"distdl\.(save|load|\w*state\w*|finish_saving)"),
+    "data": ("Data and mixed precision", r"distdl\.(data|amp)\..*"),
+    "losses": ("Losses", r"distdl\.nn\.Distributed\w*Loss\w*"),
+    "layers": ("Layers", r"distdl\.nn\.(Distributed\w+|Interpolate|local|repeat_calls)"),
+    "primitives": (
+        "Primitives",
+        r"distdl\.nn\.(Broadcast|SumReduce|AllSumReduce|Repartition|HaloExchange|AllGather|ReduceScatter)",
+    ),
+    "weights": ("Weights: initialise, clip, place", r"distdl\.nn\.(init|utils|placement)\..*"),
+    "published": ("Names of the published DistDL", r"distdl\.(utilities|backends\.mpi)\..*|distdl\.nn\.mixins\..*"),
+    "parts": ("Parts to build layers, primitives and back-ends of", r".*"),
+}
+HEAD = (
+    "# Reference\n\nEvery public name has a page, made from its docstring, under the shortest path that imports it.\n"
+)
 
 
 def pages() -> str:
@@ -143,18 +166,67 @@ def _options(value: Any, listed: Collection[str]) -> str:
     return f"{shown}   :inherited-members: {', '.join(elsewhere)}\n"  # (all but those of these classes)
 
 
-def page() -> str:
-    """The text of the reference."""
+def _first_line(value: Any) -> str:
+    """The first line of a docstring as a cell of a table."""
+    line = (inspect.getdoc(value) or "").partition("\n")[0].replace("|", "\\|")
+    return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", line).replace("``", "`")
+
+
+def grouped(found: Collection[str]) -> dict[str, list[str]]:
+    """The paths of each group: in the order in which its pattern names them, then by their names."""
+
+    def place(path: str, pattern: str) -> tuple[int, str]:
+        named = re.search(rf"[(|]{path.rpartition('.')[2]}[|)]", pattern)
+        return named.start() if named else len(pattern), path.rpartition(".")[2]
+
+    groups: dict[str, list[str]] = {name: [] for name in GROUPS}
+    for path in found:
+        groups[next(name for name, (_, pattern) in GROUPS.items() if re.fullmatch(pattern, path))].append(path)
+    return {name: sorted(paths, key=lambda path: place(path, GROUPS[name][1])) for name, paths in groups.items()}
+
+
+def reference() -> dict[str, str]:
+    """The pages of the reference: the text of each by the name of its file, without its ending."""
     found = public_names()
-    parts, module, listed = [HEAD], "", {full_name(value) for value in found.values()}
-    for path, value in sorted(found.items(), key=lambda item: (item[0].rpartition(".")[0], item[0])):
-        if path.rpartition(".")[0] != module:
-            module = path.rpartition(".")[0]
-            parts.append(f"## {module}\n")
-        kind = "class" if inspect.isclass(value) else "function"
-        parts.append(f"```{{eval-rst}}\n.. auto{kind}:: {path}\n{_options(value, listed)}```\n")
-    return "\n".join(parts)
+    listed = {full_name(value) for value in found.values()}
+    groups = grouped(found)
+    overview = [HEAD]
+    written = {}
+    for group, paths in groups.items():
+        title = GROUPS[group][0]
+        links = [f"[`{path.removeprefix('distdl.')}`]({path}.md)" for path in paths]
+        rows = [f"| {link} | {_first_line(found[path])} |" for link, path in zip(links, paths, strict=True)]
+        table = "\n".join(["| name | what it is |", "| --- | --- |", *rows])
+        overview.append(f"## [{title}]({group}.md)\n\n{', '.join(links)}\n")
+        written[group] = f"# {title}\n\n{table}\n\n{_toctree(paths)}"
+    written = {"index": "\n".join([*overview, _toctree(groups)]), **written}
+    for paths in groups.values():
+        written |= {path: _entry(path, found[path], listed) for path in paths}
+    return written
+
+
+def _toctree(names: Collection[str]) -> str:
+    return "```{eval-rst}\n.. toctree::\n   :hidden:\n\n" + "".join(f"   {name}\n" for name in names) + "```\n"
+
+
+def _entry(path: str, value: Any, listed: Collection[str]) -> str:
+    """The page of one name."""
+    kind = "class" if inspect.isclass(value) else "function"
+    module, _, name = path.rpartition(".")
+    head = f"# {name}\n\n`from {module} import {name}`\n\n"
+    return f"{head}```{{eval-rst}}\n.. auto{kind}:: {path}\n{_options(value, listed)}```\n"
+
+
+def write(folder: Path) -> None:
+    """Write the reference into a folder, in the place of what was there."""
+    folder.mkdir(exist_ok=True)
+    written = reference()
+    for old in folder.glob("*.md"):
+        if old.name[:-3] not in written:
+            old.unlink()
+    for name, text in written.items():
+        (folder / f"{name}.md").write_text(text)
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print("\n".join(reference().values()), end="")
