@@ -9,7 +9,7 @@ var distdlWords = (title) => title.replace(/([a-z])([A-Z])/g, "$1 $2").toLowerCa
 var Scorer = {
   score: ([page, title, anchor, description, score, filename, kind]) => {
     if (page === "wrong" && distdlTrouble.test(distdlQuery)) score += 40;
-    score += folders[page.split("/")[0]] || 0;
+    score += distdlFolders[page.split("/")[0]] || 0;
     const begins = distdlWords(title).some((word) => distdlQuery && word.startsWith(distdlQuery));
     return kind === "object" && !begins ? score - 20 : score;
   },
