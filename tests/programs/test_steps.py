@@ -283,6 +283,103 @@ def test_what_changes_under_a_line_is_noticed(change, make):
     on_threads(work)
 
 
+class Options:
+    def __init__(self):
+        self.scale = 2.0
+
+
+HOLDERS = {
+    "dict": (lambda: {"scale": 2.0}, lambda held: held["scale"], lambda held: held.update(scale=3.0)),
+    "list": (lambda: [0, 2.0], lambda held: held[1], lambda held: held.__setitem__(1, 3.0)),
+    "object": (Options, lambda held: held.scale, lambda held: setattr(held, "scale", 3.0)),
+    "object in a dict": (
+        lambda: {"a": Options()}, lambda held: held["a"].scale, lambda held: setattr(held["a"], "scale", 3.0)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_number_in_a_thing_of_the_user_is_noticed(name):
+    make, read, change = HOLDERS[name]
+
+    def work():
+        held = make()
+
+        def body(model, x, y):
+            loss = functional.mse_loss(model(x), y) * read(held)
+            loss.backward()
+            return loss
+
+        pair = Pair(body)
+        for seed in range(9):
+            if seed == 5:
+                assert pair.lines() == [True]
+                change(held)
+            pair.call(seed)
+        assert pair.lines() == [True, True]
+
+    on_threads(work)
+
+
+def test_the_learning_rate_of_an_optimiser_inside_is_noticed():
+    def work():
+        P, losses = distdl.world(), []
+        for compiled in (False, True):
+            model = distdl.distribute(small(), (1, 1, P.comm.size, 1))
+            optimiser = torch.optim.SGD(model.parameters(), 0.1)
+
+            def step(x, y, model=model, optimiser=optimiser):
+                optimiser.zero_grad()
+                loss = functional.mse_loss(model(x), y)
+                loss.backward()
+                optimiser.step()
+                return loss
+
+            called = distdl.compile(step) if compiled else step
+            schedule = torch.optim.lr_scheduler.StepLR(optimiser, 5, 0.1)
+            found = []
+            for seed in range(11):
+                found.append(called(data(P, seed), data(P, 50 + seed)).item())
+                schedule.step()
+            losses.append(found)
+        assert losses[0] == losses[1]
+        assert sum(one.line is not None for one in called.programs) == 2, called.explain()
+
+    on_threads(work)
+
+
+def test_a_hook_of_all_modules_is_called():
+    def work():
+        pair, calls = Pair(plain), []
+        for seed in range(4):
+            pair.call(seed)
+        assert pair.lines() == [True]
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+        try:
+            pair.call(5)
+        finally:
+            handle.remove()
+        assert len(calls) == 8  # three layers and the model, of both models
+        pair.call(6)
+
+    on_threads(work, 1)
+
+
+def test_a_number_in_the_result_that_changes_stays_as_it_is():
+    def work():
+        P, count = distdl.world(), iter(range(100))
+        model = distdl.distribute(small(), (1, 1, P.comm.size, 1))
+
+        @distdl.compile
+        def step(x, y):
+            return plain(model, x, y), next(count)
+
+        assert [step(data(P, seed), data(P, 9))[1] for seed in range(6)] == list(range(6))
+        assert "in its result changes" in step.explain()
+
+    on_threads(work)
+
+
 def test_another_batch_is_another_signature():
     def work():
         P = distdl.world()

@@ -6,13 +6,14 @@ frozen one, hung a hook on a module or switched it to evaluation, is looked up b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_modules
 
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import tensors_in
@@ -39,12 +40,15 @@ class Reach:
     Attributes:
         modules: each module, with all modules in it, and its path.
         tensors: parameters, buffers and other tensors that it names, with their names.
+        numbers: each number or text in a dict, a list, an object or an optimiser: the dict or list that holds it, its
+            key or place, and its value.
         comm: that of the models among them; None if there is none.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Any) -> None:
         self.modules: dict[torch.nn.Module, str] = {}
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        self.numbers: list[tuple[Any, Any, Any]] = []
         self.comm: Communicator | None = None
         self._seen: set[int] = set()
         self._names: list[tuple[Any, str, Any]] = []  # an object's or a function's names, and what they stand for
@@ -73,18 +77,26 @@ class Reach:
         elif isinstance(one, partial):
             self._look(name, (one.func, one.args, one.keywords), depth)
         elif isinstance(one, torch.optim.Optimizer):
-            self._look(name, [group["params"] for group in one.param_groups], depth)
+            for group in one.param_groups:
+                self._look(name, group, depth)
         elif isinstance(one, (tuple, list)):
             for place, item in enumerate(one[:_LONG]):
                 self._look(f"{name}[{place}]", item, depth)
+            if isinstance(one, list):
+                self._count(one, enumerate(one[:_LONG]))
         elif isinstance(one, dict):
             for key, item in list(one.items())[:_LONG]:
                 self._look(f"{name}[{key!r}]", item, depth)
+            self._count(one, list(one.items())[:_LONG])
         elif not f"{type(one).__module__}.".startswith(_LIBRARIES) and isinstance(getattr(one, "__dict__", None), dict):
             for key, item in list(one.__dict__.items()):
                 if isinstance(item, (torch.Tensor, torch.nn.Module)):
                     self._names.append((one.__dict__, key, item))
                 self._look(f"{name}.{key}" if name else key, item, depth + 1)
+            self._count(one.__dict__, list(one.__dict__.items()))
+
+    def _count(self, held: Any, items: Iterable[tuple[Any, Any]]) -> None:
+        self.numbers += [(held, key, item) for key, item in items if type(item) in _NUMBERS]
 
     def _function(self, one: FunctionType, depth: int) -> None:
         for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
@@ -159,6 +171,11 @@ def hook_of(reach: Reach) -> str:
     return ""
 
 
+def has_hook_of_all() -> bool:
+    """Whether a user's hook hangs on every module, as by ``register_module_forward_hook``."""
+    return any(_is_users(hook) for name in _HOOKS for hook in getattr(torch_modules, f"_global{name}").values())
+
+
 def _is_users(hook: Any) -> bool:
     return not str(getattr(hook, "__module__", "")).startswith("distdl.")
 
@@ -171,7 +188,7 @@ class State:
         self._cells = list(reach.cells())
         self._modules = list(reach.modules)
         self._training = [module.training for module in self._modules]
-        self._numbers = [
+        self._numbers = reach.numbers + [
             (module.__dict__, key, one)
             for module in self._modules
             for key, one in module.__dict__.items()
@@ -202,8 +219,8 @@ class State:
         ]
 
     def settle(self) -> None:
-        """Leave out the numbers in modules that the function itself has changed since, as counts of its calls."""
-        self._numbers = [each for each in self._numbers if each[0].get(each[1]) == each[2]]
+        """Leave out the numbers that the function itself has changed since, as counts of its calls."""
+        self._numbers = [each for each in self._numbers if _is_at(*each)]
 
     def holds(self) -> bool:
         """Whether all of it is still so."""
@@ -212,7 +229,7 @@ class State:
             same
             and all(_is_in(cell, one) for cell, one in self._cells)
             and [module.training for module in self._modules] == self._training
-            and all(names.get(key) == one for names, key, one in self._numbers)
+            and all(_is_at(held, key, one) for held, key, one in self._numbers)
             and all(_length(held) == len(ones) and all(map(is_, _values(held), ones)) for held, ones in self._dicts)
             and list(map(len, self._hooks)) == self._hooked
             and not any(copies.additions.open or copies.running for copies in self._copies)
@@ -222,6 +239,13 @@ class State:
 
 def _is_same(now: Any, before: Any) -> bool:
     return now is before or (type(now) is type(before) and type(now) in _NUMBERS and now == before)
+
+
+def _is_at(held: Any, key: Any, before: Any) -> bool:
+    try:
+        return _is_same(held[key], before)
+    except (KeyError, IndexError):
+        return False
 
 
 def _is_in(cell: CellType, before: Any) -> bool:

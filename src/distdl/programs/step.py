@@ -24,7 +24,7 @@ from distdl.programs.owners import Owners
 from distdl.programs.passes.dead import without_dead
 from distdl.programs.printing import shown
 from distdl.programs.randomness import States
-from distdl.programs.reach import Reach, State, hook_of
+from distdl.programs.reach import Reach, State, has_hook_of_all, hook_of
 from distdl.programs.recorder import Recorder
 from distdl.programs.structures import Result, described, others_in, overlaps
 from distdl.tensors.recorders import here
@@ -145,6 +145,8 @@ class Worker:
             recorder.problem("its result requires a gradient, and no backward is in it")
         if [one._version for one in tensors] != versions:
             recorder.problem("it writes into its arguments")
+        if program.result is not None and program.result.others != found.others:
+            recorder.problem("a number or another thing in its result changes")
         program.recorded += 1
         program.result = found
         self._take(program, recorder, Step(recorder.calls, recorder.sources, values))
@@ -209,13 +211,14 @@ def _modes() -> Any:
 
 
 def _is_watched() -> bool:
-    """Whether a user's mode sees what is computed here, or a transform or a checkpoint is about it."""
+    """Whether a user's mode or hook sees what is computed here, or a transform or a checkpoint is about it."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or torch._C._current_graph_task_id() != -1
+        or has_hook_of_all()
     )
 
 

@@ -71,10 +71,12 @@ class Result:
         structure: what it has given.
     Attributes:
         tensors: these.
+        others: all else in it, a thing that is no number or text by its id.
     """
 
     def __init__(self, structure: Any) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.others: list[Any] = []
         self._make = self._maker(structure)
 
     def made(self, tensors: list[torch.Tensor]) -> Any:
@@ -98,4 +100,5 @@ class Result:
         if isinstance(one, dict):
             named = {key: self._maker(item) for key, item in one.items()}
             return lambda tensors: {key: make(tensors) for key, make in named.items()}
+        self.others.append((kind, one if kind in _PLAIN else id(one)))
         return lambda tensors: one
