@@ -25,7 +25,7 @@ RUNS_CODE = {
     "multiprocessing": {"workers/processes.py", "workers/launchers.py"},
     "marshal": set(), "shelve": set(), "dill": set(), "cloudpickle": set(), "joblib": set(), "yaml": set(),
     # the user's script; a line, which is made of the names and numbers of a recorded step
-    "eval": set(), "exec": {"__main__.py", "programs/line.py"},
+    "eval": set(), "exec": {"commands/run.py", "programs/line.py"},
 }  # fmt: skip
 
 

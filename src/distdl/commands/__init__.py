@@ -1,1 +1,1 @@
-"""Commands of the command line that look at a model."""
+"""What each command of the command line does."""

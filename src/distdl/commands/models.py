@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from distdl.backends import find
+from distdl.commands.usage import UsageError, count, show_examples
 from distdl.drawing.command import dtype_of, numbers, places
 from distdl.geometry.boxes import Shape
 from distdl.globals.summary import suggest, summary
@@ -21,13 +22,9 @@ from distdl.verification import Certificate, verify
 from distdl.workers.launch import run_workers
 
 
-class UsageError(ValueError):
-    """What was typed cannot be done."""
-
-
 def add_summary(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``distdl summary``."""
-    _add_model(parser, "  distdl summary networks:unet --input 1x1x256x256x256 --partition 1x1x2x2x2\n")
+    _add_model(parser, "distdl summary networks:unet --input 1x1x256x256x256 --partition 1x1x2x2x2")
     parser.add_argument(
         "--partition", type=places, required=True, help="over how many workers each dim is split, as 1x1x2x2"
     )
@@ -38,28 +35,27 @@ def add_summary(parser: argparse.ArgumentParser) -> None:
 
 def add_suggest(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``distdl suggest``."""
-    _add_model(parser, "  distdl suggest networks:unet --input 1x1x256x256x256 -n 8\n")
-    parser.add_argument("-n", "--workers", type=_count, default=4, help="how many workers (default: 4)")
+    _add_model(parser, "distdl suggest networks:unet --input 1x1x256x256x256 -n 8")
+    parser.add_argument("-n", "--workers", type=count, default=4, help="how many workers (default: 4)")
     _add_weights(parser)
     parser.set_defaults(command=_suggest)
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``distdl verify``."""
-    example = "  distdl verify networks:unet --input 1x1x64x64 -n 4\n"
-    _add_model(parser, example + example.replace("-n 4", "--partition 1x1x2x2 --backend gloo --json"))
-    parser.add_argument("-n", "--workers", type=_count, help="how many workers (default: those of the partition, or 4)")
+    example = "distdl verify networks:unet --input 1x1x64x64"
+    _add_model(parser, f"{example} -n 4", f"{example} --partition 1x1x2x2 --backend gloo --json")
+    parser.add_argument("-n", "--workers", type=count, help="how many workers (default: those of the partition, or 4)")
     parser.add_argument("--partition", type=places, help="as 1x1x2x2 (default: the longest dim of the input is split)")
     parser.add_argument("--backend", help="threads, gloo, or your own (default: threads)")
-    parser.add_argument("--steps", type=_count, default=2, help="steps of training (default: 2)")
+    parser.add_argument("--steps", type=count, default=2, help="steps of training (default: 2)")
     parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
     _add_weights(parser)
     parser.set_defaults(command=_verify)
 
 
-def _add_model(parser: argparse.ArgumentParser, examples: str) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = f"examples:\n{examples}"
+def _add_model(parser: argparse.ArgumentParser, *examples: str) -> None:
+    show_examples(parser, *examples)
     parser.add_argument("model", help="a module and the function or class that builds the model, as networks:unet")
     parser.add_argument(
         "--input",
@@ -155,12 +151,6 @@ def built(name: str) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"{name} has to build a torch.nn.Module; it gives a {type(model).__name__}")
     return model
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"at least one; got {text}")
-    return int(text)
 
 
 def _shapes(options: argparse.Namespace) -> Any:
