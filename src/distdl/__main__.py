@@ -7,6 +7,7 @@ import sys
 
 from distdl import __version__
 from distdl.commands.checkpoints import add_convert, add_inspect
+from distdl.commands.doctor import add_doctor
 from distdl.commands.draw import add_draw
 from distdl.commands.models import add_suggest, add_summary, add_verify
 from distdl.commands.run import add_run
@@ -15,6 +16,7 @@ from distdl.commands.usage import UsageError, show_examples
 # each command with a line on what it does, and the function that adds its arguments and sets what it calls
 COMMANDS = {
     "run": ("run a script on several workers", add_run),
+    "doctor": ("tell what is installed, what works, and how to install what is missing", add_doctor),
     "summary": ("tell what a model would need on several workers", add_summary),
     "suggest": ("rank the ways to split a model's input", add_suggest),
     "verify": ("prove that a model computes the same on several workers", add_verify),
