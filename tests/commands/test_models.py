@@ -1,10 +1,12 @@
 """``distdl summary``, ``distdl suggest`` and ``distdl verify``: what they print, and their exit status."""
 
 import json
+import subprocess
 
 import pytest
 
 from distdl.__main__ import main
+from distdl.commands.run import launch_command, launch_environment
 
 NETWORKS = """
 import distdl, torch
@@ -68,6 +70,28 @@ def test_verify_prints_a_certificate(networks, capsys, options, grid):
 def test_verify_of_a_wrong_model_names_the_module_and_fails(networks, capsys):
     assert main(["verify", f"{networks}:wrong", "--input", "1x1x13x17", "-n", "2"]) == 1
     assert "First in the forward, the output of 4 (step 1) differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_a_difference_is_data_with_json(networks, capsys, backend):
+    options = ["--input", "1x1x13x17", "-n", "2", "--json", "--backend", backend]
+    assert main(["verify", f"{networks}:wrong", *options]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"] is False and "First in the forward, the output of 4" in found["problem"]
+    first = found["forward"]
+    assert (first["kind"], first["name"], first["step"]) == ("output", "4", 1)
+    assert first["agrees before"] == "the output of 3 (step 1)" and first["largest"] > first["allowed"]
+    assert 0 < found["differing"] <= found["tensors"] and found["backward"]["kind"].startswith("gradient")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("model", "status"), [("right", 0), ("wrong", 1)])
+def test_workers_of_a_launched_job_verify_and_one_of_them_prints(networks, model, status):
+    program = ["-m", "distdl", "verify", f"{networks}:{model}", "--input", "1x1x13x17", "--json"]
+    done = subprocess.run(
+        launch_command("gloo", 2, program), env=launch_environment("gloo"), capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, json.loads(done.stdout)["equal"]) == (status, status == 0), done.stderr
 
 
 def test_verify_starts_processes(networks, capsys):

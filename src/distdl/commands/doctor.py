@@ -97,7 +97,8 @@ def _versions() -> dict[str, str | None]:
     if found["mpi4py"]:
         done = _ended([sys.executable, "-c", _LIBRARY], dict(os.environ), 20.0)
         lines = done["output"].strip().splitlines()
-        found["MPI library"] = lines[0].partition(",")[0].rstrip("\0 ") if done["status"] == 0 and lines else "cannot be loaded"
+        loaded = done["status"] == 0 and lines
+        found["MPI library"] = lines[0].partition(",")[0].rstrip("\0 ") if loaded else "cannot be loaded"
     return found
 
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from math import prod
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 
 from distdl.backends import find
-from distdl.commands.usage import UsageError, count, show_examples
+from distdl.commands.usage import UsageError, count, is_first, show_examples
 from distdl.drawing.command import dtype_of, numbers, places
 from distdl.geometry.boxes import Shape
 from distdl.globals.summary import suggest, summary
-from distdl.verification import Certificate, verify
+from distdl.verification import Certificate, Mismatch, verify
 from distdl.workers.launch import run_workers
+from distdl.workers.worlds import launched, world
 
 
 def add_summary(parser: argparse.ArgumentParser) -> None:
@@ -45,11 +47,13 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``distdl verify``."""
     example = "distdl verify networks:unet --input 1x1x64x64"
     _add_model(parser, f"{example} -n 4", f"{example} --partition 1x1x2x2 --backend gloo --json")
-    parser.add_argument("-n", "--workers", type=count, help="how many workers (default: those of the partition, or 4)")
+    parser.add_argument(
+        "-n", "--workers", type=count, help="how many workers (default: those of the partition, or of the job, or 4)"
+    )
     parser.add_argument("--partition", type=places, help="as 1x1x2x2 (default: the longest dim of the input is split)")
     parser.add_argument("--backend", help="threads, gloo, or your own (default: threads)")
     parser.add_argument("--steps", type=count, default=2, help="steps of training (default: 2)")
-    parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
+    parser.add_argument("--json", action="store_true", help="print the certificate, or the difference, as JSON")
     _add_weights(parser)
     parser.set_defaults(command=_verify)
 
@@ -104,21 +108,26 @@ def _verify(options: argparse.Namespace) -> int:
             find(options.backend)
         except ValueError as error:
             raise UsageError(str(error)) from error
-    workers = options.workers or (prod(options.partition) if options.partition else 4)
+    here = 4 if launched() is None else world().size
+    workers = options.workers or (prod(options.partition) if options.partition else here)
     grid = options.partition or tuple(workers if dim == _longest(first) else 1 for dim in range(len(first)))
     work = partial(
         _verified, options.model, grid, options.input, options.dtype or torch.float64, options.steps, options.weights
     )
     try:
-        found = run_workers(work, workers, options.backend)[0]
+        found = Certificate(**run_workers(work, workers, options.backend)[0])
     except AssertionError as error:
-        print(error)
+        if is_first():
+            print(error.to_json() if options.json and isinstance(error, Mismatch) else error)
         return 1
-    print(found.to_json() if options.json else found)
+    if is_first():
+        print(found.to_json() if options.json else found)
     return 0
 
 
-def _verified(name: str, grid: Shape, shapes: list[Shape], dtype: torch.dtype, steps: int, weights: str) -> Certificate:
+def _verified(
+    name: str, grid: Shape, shapes: list[Shape], dtype: torch.dtype, steps: int, weights: str
+) -> dict[str, Any]:
     """What one worker does. Inputs of whole numbers are zeros and ones; the model then computes in float64."""
     inputs = []
     for number, shape in enumerate(shapes):
@@ -126,7 +135,7 @@ def _verified(name: str, grid: Shape, shapes: list[Shape], dtype: torch.dtype, s
         drawn = torch.randn if dtype.is_floating_point or dtype.is_complex else partial(torch.randint, 2)
         inputs.append(drawn(shape, generator=generator, dtype=dtype))
     own = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
-    return verify(built(name).to(own), grid, tuple(inputs), steps=steps, weights=weights)
+    return asdict(verify(built(name).to(own), grid, tuple(inputs), steps=steps, weights=weights))
 
 
 def built(name: str) -> torch.nn.Module:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from distdl.commands.usage import is_first
 from distdl.globals import distribute, distribute_tensor
 from distdl.partition import Partition
 from distdl.tracing.clocks import align
@@ -95,7 +96,7 @@ def _exchange(P: Partition, device: torch.device, size: int, rounds: int) -> flo
 def main() -> None:
     """Start the workers that the command line asks for, unless this is one of them, and print what worker 0 found."""
     found = run_workers(examine, int(sys.argv[1]))[0]
-    if launched() is None or world().rank == 0:
+    if is_first():
         print(f"\n{MARK}{json.dumps(found)}", flush=True)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from distdl.workers.worlds import launched, world
+
 
 class UsageError(ValueError):
     """What was typed cannot be done."""
@@ -27,3 +29,8 @@ def show_examples(parser: argparse.ArgumentParser, *examples: str) -> None:
     """Put command lines at the end of the help of a command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n  ".join(["examples:", *examples])
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints: the first worker of a launched job, or in no job at all."""
+    return launched() is None or world().rank == 0

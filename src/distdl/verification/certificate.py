@@ -7,6 +7,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
@@ -52,8 +53,8 @@ class Certificate:
     versions: Mapping[str, str] = field(default_factory=versions)
 
     def to_json(self) -> str:
-        """All attributes, as JSON."""
-        return json.dumps(asdict(self), indent=2)
+        """All attributes, as JSON, and ``"equal": true``."""
+        return json.dumps({"equal": True, **asdict(self)}, indent=2)
 
     def __str__(self) -> str:
         grid = "" if self.partition is None else f" as {'x'.join(map(str, self.partition))}"
@@ -71,3 +72,20 @@ class Certificate:
             *(f"  not compared  {one}" for one in self.not_compared),
         ]
         return "\n".join(lines)
+
+
+class Mismatch(AssertionError):
+    """Two programs that were compared differ.
+
+    Attributes:
+        difference: the same as data: ``subject``; how many tensors are ``differing``, and how many there are; and the
+            first of them in the ``forward`` and in the ``backward``, each with its kind, name and step, the largest
+            difference, its cell, what rounding explains, and the last tensor that agrees before. None, where there is
+            none.
+    """
+
+    difference: Mapping[str, Any] = {}
+
+    def to_json(self) -> str:
+        """The difference as JSON, with ``"equal": false`` and the text of the error."""
+        return json.dumps({"equal": False, **self.difference, "problem": str(self)}, indent=2)

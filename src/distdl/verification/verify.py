@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields
+from math import isfinite
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from distdl.globals.consistency.checksums import checksum
 from distdl.globals.tensor.structures import map_tensors
 from distdl.partition import Partition
 from distdl.partition.arguments import Split, check_split, checks_arguments
-from distdl.verification.certificate import Certificate, versions
+from distdl.verification.certificate import Certificate, Mismatch, versions
 from distdl.verification.quantities import PLURAL, Difference, Quantity, Value, compare, distance, gather, noise
 from distdl.verification.recording import Loss, Optimizer, default_loss, default_optimizer, record
 from distdl.workers.worlds import launched, split_of, world
@@ -177,12 +178,15 @@ def _proven(
             outcome = {"error": "RuntimeError", "text": f"verify: the sequential program failed: {error!r}"}
     outcome = P.broadcast_data(outcome)
     if "error" in outcome:
-        raise _ERRORS[outcome["error"]](outcome["text"])
+        raised = _ERRORS[outcome["error"]](outcome["text"])
+        if isinstance(raised, Mismatch):
+            raised.difference = outcome["difference"]
+        raise raised
     return Certificate(**{field.name: outcome[field.name] for field in fields(Certificate)})
 
 
 _ERRORS: dict[str, type[Exception]] = {
-    "AssertionError": AssertionError,
+    "Mismatch": Mismatch,
     "ValueError": ValueError,
     "RuntimeError": RuntimeError,
 }
@@ -245,10 +249,11 @@ def _outcome(
     if missing:
         has, lacks = ("sequential", "distributed") if missing[0] in right else ("distributed", "sequential")
         text = f"{subject}: the {has} program computes {missing[0]}, and the {lacks} one does not"
-        return {"error": "AssertionError", "text": f"{text} ({len(missing)} such tensors)"}
+        difference = {"subject": subject, "missing": [str(key) for key in missing]}
+        return {"error": "Mismatch", "text": f"{text} ({len(missing)} such tensors)", "difference": difference}
     differences = {key: compare(value.tensor, found[key], rounding[key]) for key, value in right.items()}
     if any(one.problem for one in differences.values()):
-        return {"error": "AssertionError", "text": _told(subject, differences)}
+        return {"error": "Mismatch", **_told(subject, differences)}
     blurred = _blurred(differences)
     if blurred:
         more = f" and {len(blurred) - 1} more tensors" if len(blurred) > 1 else ""
@@ -282,19 +287,32 @@ def _blurred(differences: Mapping[Quantity, Difference]) -> list[Quantity]:
     return [key for key, one in differences.items() if one.allowed >= one.scale > _NOTHING * largest[key.kind]]
 
 
-def _told(subject: str, differences: Mapping[Quantity, Difference]) -> str:
-    """The first tensor that differs in the forward and in the backward, and the last that agrees before each."""
+def _told(subject: str, differences: Mapping[Quantity, Difference]) -> dict[str, Any]:
+    """The first tensor that differs in the forward and in the backward, and the last that agrees before each.
+
+    Returns: this as ``text`` and, as data, ``difference``.
+    """
     wrong = [key for key, one in differences.items() if one.problem]
     lines = [f"{subject}: the distributed program does not compute what the sequential one does."]
+    difference: dict[str, Any] = {"subject": subject, "differing": len(wrong), "tensors": len(differences)}
     for title, within in (("forward", False), ("backward", True)):
         keys = [key for key in differences if (key.kind in _BACKWARD) == within]
         first = next((key for key in keys if differences[key].problem), None)
+        difference[title] = None
         if first is not None:
-            before = keys[: keys.index(first)]
-            lines.append(f"First in the {title}, {first} {differences[first].problem}.")
+            before, one = keys[: keys.index(first)], differences[first]
+            lines.append(f"First in the {title}, {first} {one.problem}.")
             lines += [f"The last that agrees before it is {before[-1]}."] if before else []
+            difference[title] = {
+                **first._asdict(),
+                "largest": one.largest if isfinite(one.largest) else None,
+                "cell": list(one.cell),
+                "allowed": one.allowed,
+                "problem": one.problem,
+                "agrees before": str(before[-1]) if before else None,
+            }
     lines.append(f"{len(wrong)} of {len(differences)} tensors differ.")
-    return "\n".join(lines)
+    return {"text": "\n".join(lines), "difference": difference}
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
