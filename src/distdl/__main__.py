@@ -7,6 +7,7 @@ import sys
 
 from distdl import __version__
 from distdl.commands.checkpoints import add_convert, add_inspect
+from distdl.commands.completion import add_completion
 from distdl.commands.doctor import add_doctor
 from distdl.commands.draw import add_draw
 from distdl.commands.models import add_suggest, add_summary, add_verify
@@ -23,6 +24,7 @@ COMMANDS = {
     "inspect": ("tell what is in a checkpoint", add_inspect),
     "convert": ("write a checkpoint as a directory of torch.distributed.checkpoint, or the other way", add_convert),
     "draw": ("draw where a tensor lies, or who sends what to whom", add_draw),
+    "completion": ("print a script that completes these commands in a shell", add_completion),
 }
 
 
@@ -39,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
     for name, (words, add) in COMMANDS.items():
         one = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
-        one.set_defaults(parser=one)
+        one.set_defaults(parser=one, whole=whole)
         add(one)
     return whole
 
