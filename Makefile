@@ -8,6 +8,7 @@
 # make hosts   training over two hosts (network namespaces) whose link fails, is slow, loses packets (10 minutes)
 # make faults  every fault that the tests inject, several times, counted by back-end (6 minutes)
 # make newest  the tests with the newest torch and NumPy that pip finds, not those of constraints.txt (20 minutes)
+# make matrix  the sdist and wheel, tried in an empty environment for each of PYTHONS (TORCH="torch==2.13.*" chooses torch)
 # make lint    ruff and mypy alone
 # make bench   time against the transports, and of whole models, written to benchmarks/results (an hour)
 # make docs    the documentation, in docs/_build
@@ -20,11 +21,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 STEPS ?= 20000
+PYTHONS ?= $(PYTHON)
+TORCH ?= torch
 # what lint reads: the files that git tracks, or without git, as in an archive, those of a release
 CODE = $(or $(wildcard $(shell git ls-files '*.py' '*.md' 2>/dev/null)),\
 	README.md CHANGELOG.md .ci benchmarks docs examples src tests tools)
 
-.PHONY: demo test sweep fuzz models tried soak hosts faults newest lint bench docs audit clean
+.PHONY: demo test sweep fuzz models tried soak hosts faults newest matrix lint bench docs audit clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python examples/lenet_digits.py
@@ -60,6 +63,19 @@ newest: | $(BIN)/python
 	grep -vE '^(torch|torchvision|numpy)==' constraints.txt > $(VENV)/newest/constraints.txt
 	$(VENV)/newest/bin/python -m pip install --quiet --upgrade -c $(VENV)/newest/constraints.txt -e '.[test]'
 	$(VENV)/newest/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+
+# outside of the repository, so that nothing but the wheel is found
+matrix: | $(BIN)/python
+	rm -rf dist $(VENV)/matrix
+	$(PYTHON) -m venv $(VENV)/matrix/build
+	$(VENV)/matrix/build/bin/python -m pip install --quiet --disable-pip-version-check build
+	$(VENV)/matrix/build/bin/python -m build --outdir dist .
+	set -e; for python in $(PYTHONS); do \
+		$$python -m venv $(VENV)/matrix/$$(basename $$python); \
+		$(VENV)/matrix/$$(basename $$python)/bin/python -m pip install --quiet --disable-pip-version-check \
+			dist/*.whl '$(TORCH)'; \
+		$(VENV)/matrix/$$(basename $$python)/bin/python tools/smoke.py; \
+	done
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check pyproject.toml $(CODE)
