@@ -18,7 +18,8 @@ class Rect:
     """A rectangle, or words that begin at a place.
 
     Attributes:
-        kind: blocks, pieces and tensors are filled, halos hatched, paddings dotted; windows and outlines are frames.
+        kind: blocks, pieces, lanes and tensors are filled, halos hatched, paddings dotted; windows and outlines are
+            frames.
         worker: whose colour it has.
         label: what is written in it.
         title: what it is, in words.
@@ -29,7 +30,7 @@ class Rect:
     y: float
     width: float
     height: float
-    kind: Literal["block", "piece", "halo", "padding", "tensor", "window", "outline", "words"]
+    kind: Literal["block", "piece", "halo", "padding", "tensor", "window", "outline", "lane", "words"]
     worker: int = 0
     label: str = ""
     title: str = ""

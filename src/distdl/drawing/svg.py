@@ -25,6 +25,7 @@ _FILLED = 'fill="{colour}" stroke="#111"'
 _LOOKS = {
     "block": [_FILLED + ' stroke-width="1.4"'],
     "piece": [_FILLED + ' stroke-width=".6"'],
+    "lane": [_FILLED + ' stroke-width=".6"'],
     "halo": ['fill="{colour}" fill-opacity=".75"', 'fill="url(#distdl-hatch)" stroke="#111" stroke-width=".7"'],
     "padding": ['class="distdl-paper"', 'fill="url(#distdl-dots)" stroke="#8b8b95" stroke-width=".7"'],
     "tensor": ['class="distdl-tensor" stroke-dasharray="2 2"'],

@@ -22,7 +22,7 @@ def text(scene: Scene) -> str:
 
 def _pictured(panel: Panel) -> list[str]:
     """The rectangles of a panel, unless it shows who sends to whom: then the list says it all."""
-    if any(rect.kind == "outline" for rect in panel.rects):
+    if any(rect.kind in ("outline", "lane") for rect in panel.rects):
         return []
     canvas = [[" "] * (round(panel.width / _ACROSS) + 99) for _ in range(round(panel.height / _DOWN) + 2)]
     rects = [rect for kind in _FILL for rect in panel.rects if rect.kind == kind]

@@ -12,6 +12,7 @@ from distdl.drawing.drawing import Drawing
 from distdl.drawing.lanes import Movement
 from distdl.drawing.layers import of_layer, of_movement
 from distdl.drawing.scene import Scene
+from distdl.drawing.timeline import of_program, of_step
 from distdl.exchange import Operator
 from distdl.globals import GlobalTensor
 from distdl.nn.layer import Layer
@@ -19,6 +20,8 @@ from distdl.partition import Layout, Partition
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import dims
 from distdl.plan import Plan
+from distdl.programs import CompiledStep
+from distdl.programs.step import Program
 
 
 @checks_arguments
@@ -27,8 +30,8 @@ def draw(thing: Any, shape: Sequence[int] | None = None, dtype: torch.dtype | No
 
     Args:
         thing: a partition, a layout, a plan, an operator or a global tensor; a primitive, a convolution or a pooling of
-            ``distdl.nn``; or a text as behind ``distdl draw`` on the command line, as
-            ``"conv 33x47 --kernel 5 --stride 2 --workers 2x2"``.
+            ``distdl.nn``; a step of :func:`distdl.compile`, or one of its programs; or a text as behind
+            ``distdl draw`` on the command line, as ``"conv 33x47 --kernel 5 --stride 2 --workers 2x2"``.
         shape: of a layer, the global shape of its input. Without it, the picture is that of its last call. Where each
             worker has a tensor of its own, as for a broadcast, the shape of each. Of a partition, the shape of a
             tensor that is split over it.
@@ -50,7 +53,7 @@ def _scene(thing: Any, shape: Sequence[int] | None, dtype: torch.dtype | None) -
         return of_layout(Layout.along(thing, cells), None, f"Partition {thing}", "one cell for each worker")
     if shape is not None:
         raise ValueError(f"distdl.draw takes a shape for layers and partitions; got one for a {kind}")
-    if dtype is not None and isinstance(thing, (str, GlobalTensor, Operator)):
+    if dtype is not None and isinstance(thing, (str, GlobalTensor, Operator, CompiledStep, Program)):
         raise ValueError(f"distdl.draw takes a dtype for what has none of its own; got one for a {kind}")
     if isinstance(thing, str):
         return described(thing)
@@ -64,9 +67,13 @@ def _scene(thing: Any, shape: Sequence[int] | None, dtype: torch.dtype | None) -
     if isinstance(thing, Operator):
         title = f"{thing.label.kind}: the plan of worker {thing.comm.rank}"
         return of_movement(title, Movement(thing.plan), thing.dtype.itemsize)
+    if isinstance(thing, CompiledStep):
+        return of_step(thing)
+    if isinstance(thing, Program):
+        return of_program(thing)
     raise TypeError(
-        "distdl.draw shows a Partition, a Layout, a Plan, an Operator, a GlobalTensor, a layer of distdl.nn, or a text "
-        f'such as "halo 12x12 --workers 2x2"; got a {kind}'
+        "distdl.draw shows a Partition, a Layout, a Plan, an Operator, a GlobalTensor, a layer of distdl.nn, a compiled "
+        f'step, or a text such as "halo 12x12 --workers 2x2"; got a {kind}'
     )
 
 

@@ -57,12 +57,12 @@ def _statement(call: Call, names: _Names) -> str:
     stem = call.name.removesuffix(".default") if call.kind == "operator" else call.name.rpartition(".")[2]
     text = f"{stem}({', '.join(given)})"
     if call.kind == "begin":
-        text = f"begin({_label(call)!r}, {', '.join(given)})"
+        text = f"begin({label_of(call)!r}, {', '.join(given)})"
         return f"{_text(call.results[0], names)}, {_text(call.results[1], names)} = {text}"
     return f"{_text(call.results, names)} = {text}" if list(call.given()) else text
 
 
-def _label(call: Call) -> str:
+def label_of(call: Call) -> str:
     """The name of the layer whose messages begin."""
     owner = getattr(call.function, "__self__", None)
     label = getattr(owner, "label", None) or getattr(getattr(owner, "operator", None), "label", None)
@@ -71,7 +71,7 @@ def _label(call: Call) -> str:
 
 def _told(call: Call) -> str:
     if call.kind == "begin":
-        sends, receives = _by_worker(call.sends), _by_worker(call.receives)
+        sends, receives = by_worker(call.sends), by_worker(call.receives)
         told = [f"{n} bytes to worker {worker}" for worker, n in sends.items()]
         told += [f"{n} bytes from worker {worker}" for worker, n in receives.items()]
         return ", ".join(told) or "no message"
@@ -79,7 +79,8 @@ def _told(call: Call) -> str:
     return ", ".join(shapes)
 
 
-def _by_worker(messages: list[tuple[int, int]]) -> Counter[int]:
+def by_worker(messages: list[tuple[int, int]]) -> Counter[int]:
+    """The bytes of messages, by the worker at the other end."""
     found: Counter[int] = Counter()
     for worker, nbytes in messages:
         found[worker] += nbytes
