@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -27,6 +28,9 @@ for command, name in re.findall(r"^distdl draw (.*) -o (\S+)$", (HERE / "guide" 
     distdl.draw(command).save(PICTURES / name)
 (PICTURES / "memory-chart.svg").write_text(charts.memory())
 (PICTURES / "speed-chart.svg").write_text(charts.speed())
+sys.path.insert(0, str(HERE.parent / "tests" / "programs"))
+compiled_nets = importlib.import_module("compiled_nets")
+distdl.report(compiled_nets.UNet(), (1, 1, 2, 2), (1, 1, 64, 64), HERE / "_static" / "unet.html")
 _LISTED = {public_names.full_name(value) for value in public_names.public_names().values()}
 
 project = "distdl"

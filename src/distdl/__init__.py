@@ -17,6 +17,7 @@ from distdl.globals.summary import suggest, summary
 from distdl.nn.checking import check
 from distdl.partition import CartesianPartition, Partition
 from distdl.programs import compile
+from distdl.reporting import report
 from distdl.tracing import trace
 from distdl.transport.communicator import CommunicationError
 from distdl.verification import verify
@@ -55,6 +56,7 @@ __all__ = [
     "on_terminate",
     "optimizer_state_dict",
     "register",
+    "report",
     "reproducible",
     "run_workers",
     "save",

@@ -10,7 +10,7 @@ from distdl.commands.checkpoints import add_convert, add_inspect
 from distdl.commands.completion import add_completion
 from distdl.commands.doctor import add_doctor
 from distdl.commands.draw import add_draw
-from distdl.commands.models import add_suggest, add_summary, add_verify
+from distdl.commands.models import add_report, add_suggest, add_summary, add_verify
 from distdl.commands.run import add_run
 from distdl.commands.usage import UsageError, show_examples
 
@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": ("tell what is installed, what works, and how to install what is missing", add_doctor),
     "summary": ("tell what a model would need on several workers", add_summary),
     "suggest": ("rank the ways to split a model's input", add_suggest),
+    "report": ("write a page that shows how a model is distributed", add_report),
     "verify": ("prove that a model computes the same on several workers", add_verify),
     "inspect": ("tell what is in a checkpoint", add_inspect),
     "convert": ("write a checkpoint as a directory of torch.distributed.checkpoint, or the other way", add_convert),

@@ -276,6 +276,13 @@ FUNCTIONS: dict[str, Right] = {
     "distdl.register": lambda P: {"function": lambda x: x, "handler": "elementwise"},
     "distdl.reproducible": lambda P: {},
     "distdl.run_workers": lambda P: {"function": lambda: None, "workers": 1, "backend": "serial"},
+    "distdl.report": lambda P: {
+        "model": _plain(),
+        "P": (2, 2),
+        "input_shape": (4, 4),
+        "path": f"{_folder(P)}/report.html",
+        "trace": None,
+    },
     "distdl.suggest": lambda P: {"model": _plain(), "workers": 2, "input_shape": (4, 4)},
     "distdl.summary": lambda P: {"model": _plain(), "P": (2, 1), "input_shape": (4, 4)},
     "distdl.compile": lambda P: {"function": torch.relu, "signatures": 2},
@@ -359,7 +366,9 @@ NOT_CALLED = {  # patterns of names, and why there are no wrong arguments of the
     ),
     ABSTRACT: (r"distdl\.ops\.Op", r"distdl\.transport\.Communicator"),
     ANY_VALUE: (r"distdl\.CommunicationError", r"distdl\.ops\.setup\.same", r"distdl\.nn\.layer\.given"),
-    RESULT: (r"distdl\.(verification\.Certificate|tracing\.Trace|programs\.CompiledStep)",),
+    RESULT: (
+        r"distdl\.(verification\.(Certificate|Mismatch)|reporting\.Report|tracing\.Trace|programs\.CompiledStep)",
+    ),
     ELSEWHERE: (r"distdl\.backends\.job", r"distdl\.on_terminate", r"distdl\.backends\.mpi\.partition\..*"),
 }
 ALONE = ("distdl.run_workers",)  # which no worker of a world calls
@@ -417,6 +426,10 @@ SPECIAL: dict[tuple[str, str], str] = {
     ("distdl.suggest", "input_shape"): "shape",
     ("distdl.summary", "input_shape"): "shape",
     ("distdl.summary", "P"): "shape",
+    ("distdl.report", "input_shape"): "shape",
+    ("distdl.report", "P"): "shape",
+    ("distdl.report", "splits"): "flag",
+    ("distdl.report", "trace"): "path",
     ("distdl.local_map", "out"): "handler",
     ("distdl.testing.Silent", "rank"): "worker",
     ("distdl.testing.Silent", "size"): "iterations",

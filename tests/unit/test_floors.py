@@ -14,7 +14,7 @@ SOURCE = Path(distdl.__file__).parent
 FOLDERS = [
     "environment", "geometry", "tensors", "transport", "partition", "plan", "agreement", "exchange", "backends",
     "workers", "ops", "nn", "globals", "programs", "drawing", "checkpoint", "data", "amp",
-    "verification", "tracing", "commands",
+    "verification", "tracing", "reporting", "commands",
 ]  # fmt: skip
 # the rooms of globals: a file in a room imports only from the rooms before it; the files in no room put them together
 ROOMS = [

@@ -1,4 +1,4 @@
-"""``distdl summary``, ``distdl suggest`` and ``distdl verify``: what a model would need, and the proof of it."""
+"""``distdl summary``, ``suggest``, ``report`` and ``verify``: what a model would need, and the proof of it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from distdl.commands.usage import UsageError, count, is_first, show_examples
 from distdl.drawing.command import dtype_of, numbers, places
 from distdl.geometry.boxes import Shape
 from distdl.globals.summary import suggest, summary
+from distdl.reporting import report
 from distdl.verification import Certificate, Mismatch, verify
 from distdl.workers.launch import run_workers
 from distdl.workers.worlds import launched, world
@@ -41,6 +42,18 @@ def add_suggest(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--workers", type=count, default=4, help="how many workers (default: 4)")
     _add_weights(parser)
     parser.set_defaults(command=_suggest)
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``distdl report``."""
+    _add_model(parser, "distdl report networks:unet --input 1x1x64x64 --partition 1x1x2x2 -o report.html")
+    parser.add_argument(
+        "--partition", type=places, required=True, help="over how many workers each dim is split, as 1x1x2x2"
+    )
+    parser.add_argument("--trace", help="a file of distdl.trace: measured times stand beside predicted bytes")
+    parser.add_argument("-o", "--output", default="report.html", help="where to write it (default: report.html)")
+    _add_weights(parser)
+    parser.set_defaults(command=_report)
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +101,15 @@ def _summary(options: argparse.Namespace) -> int:
 def _suggest(options: argparse.Namespace) -> int:
     model, given = built(options.model), {"dtype": options.dtype, "weights": options.weights}
     return _told(lambda: suggest(model, options.workers, _shapes(options), **given))
+
+
+def _report(options: argparse.Namespace) -> int:
+    model, given = built(options.model), {"dtype": options.dtype, "weights": options.weights}
+    try:
+        report(model, options.partition, _shapes(options), options.output, options.trace, **given)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    return 0
 
 
 def _told(tell: Callable[[], object]) -> int:

@@ -72,8 +72,8 @@ def _scene(thing: Any, shape: Sequence[int] | None, dtype: torch.dtype | None) -
     if isinstance(thing, Program):
         return of_program(thing)
     raise TypeError(
-        "distdl.draw shows a Partition, a Layout, a Plan, an Operator, a GlobalTensor, a layer of distdl.nn, a compiled "
-        f'step, or a text such as "halo 12x12 --workers 2x2"; got a {kind}'
+        "distdl.draw shows a Partition, a Layout, a Plan, an Operator, a GlobalTensor, a layer of distdl.nn, a "
+        f'compiled step, or a text such as "halo 12x12 --workers 2x2"; got a {kind}'
     )
 
 

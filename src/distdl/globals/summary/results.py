@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from distdl.partition import Layout
+
 GRADIENTS = "(gradients of weights)"
 
 
@@ -16,11 +18,10 @@ class Row:
     Attributes:
         path, kind: where in the model it is, and its class.
         shape: the global shape of its first result in its last call; None if that is no global tensor.
-        split: over how many workers each dim of that result is split.
-        block: the shape of this worker's block of that result.
+        layout, split, block: of that result: its layout, how many workers split each dim, this worker's block's shape.
         activations: bytes that it saves for backward, without those that another module saved before.
         weights: bytes of its parameters and buffers.
-        forward, backward: how many messages this worker sends, and their bytes.
+        forward, backward, sends: how many messages this worker sends, and their bytes; and the bytes by receiver.
         moves: bytes sent in forward, by torch function.
         redistributes: torch functions whose result is split otherwise than their first argument, with both grids.
         falls_back: torch functions that run on one worker, with the bytes of the tensors that are gathered there.
@@ -28,6 +29,7 @@ class Row:
 
     path: str
     kind: str
+    layout: Layout | None = field(default=None, compare=False)
     shape: tuple[int, ...] | None = None
     split: tuple[int, ...] | None = None
     block: tuple[int, ...] | None = None
@@ -35,6 +37,7 @@ class Row:
     weights: int = 0
     forward: tuple[int, int] = (0, 0)
     backward: tuple[int, int] = (0, 0)
+    sends: Counter[int] = field(default_factory=Counter)
     moves: Counter[str] = field(default_factory=Counter)
     redistributes: dict[str, str] = field(default_factory=dict)
     falls_back: Counter[str] = field(default_factory=Counter)

@@ -52,13 +52,13 @@ def summary(
     Raises: ValueError for a worker that does not exist, and for a model that is distributed already or has modules of
         ``distdl.nn``, which exchange messages; what the model raises on tensors of such shapes.
     """
-    _check_model(model, "summary")
-    workers, size, me = _workers(P)
+    check_model(model, "summary")
+    workers, size, me = workers_of(P)
     if isinstance(worker, bool) or (worker is not None and not 0 <= worker < size):
         raise ValueError(f"summary needs a worker from 0 to {size - 1}; got {worker}")
     if worker is None:
         worker = me if me in workers else int(workers.flat[0])
-    inputs = _inputs(model, input_shape, dtype)
+    inputs = inputs_of(model, input_shape, dtype)
     rehearsal = rehearse(model, workers, size, worker, inputs, backward, **options)
     rows = tuple(row for row in rehearsal.rows if row.works)
     alone = Totals.of(rehearse(model, np.zeros((1,), dtype=int), 1, 0, inputs, backward))
@@ -86,11 +86,11 @@ def suggest(
     Returns: the grids, least memory first; for equal memory, fewest bytes sent first. Grids with an error come last.
     Raises: ValueError if no grid fits the input, and for models that :func:`summary` refuses.
     """
-    _check_model(model, "suggest")
-    count: Any = workers if judge(int)(workers) else _workers(workers)[0].size
+    check_model(model, "suggest")
+    count: Any = workers if judge(int)(workers) else workers_of(workers)[0].size
     if count < 1:
         raise ValueError(f"suggest needs at least 1 worker; got {count}")
-    inputs = _inputs(model, input_shape, dtype)
+    inputs = inputs_of(model, input_shape, dtype)
     extents = tuple(inputs[0].shape)
     grids = list(_factorisations(count, extents))
     if not grids:
@@ -99,7 +99,7 @@ def suggest(
     return Suggestions(sorted(found, key=lambda one: (bool(one.error), one.peak, one.sent, one.grid)))
 
 
-def _check_model(model: torch.nn.Module, asked: str) -> None:
+def check_model(model: torch.nn.Module, asked: str) -> None:
     """Raises: ValueError for a model that is distributed, or that has modules of ``distdl.nn``."""
     for path, child in model.named_modules():
         if isinstance(child._parameters, Parameters):
@@ -139,7 +139,7 @@ def _suggestion(
     )
 
 
-def _workers(P: Any) -> tuple[Any, int, int]:
+def workers_of(P: Any) -> tuple[Any, int, int]:
     """The array of workers of a partition or of a grid's shape, the size of their world, and this worker's number.
 
     Raises: ValueError for a shape with an axis of no workers.
@@ -154,7 +154,7 @@ def _workers(P: Any) -> tuple[Any, int, int]:
     return P.workers, P.comm.size, P.comm.rank
 
 
-def _inputs(model: torch.nn.Module, given: Any, dtype: torch.dtype | None) -> list[torch.Tensor]:
+def inputs_of(model: torch.nn.Module, given: Any, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """The ``input_shape`` of a call as tensors. Raises: ValueError if it is no shape, tensor, or list of these."""
     listed = [given] if isinstance(given, torch.Tensor) or judge(Sequence[int])(given) else given
     if not judge(Sequence[torch.Tensor | Sequence[Count]])(listed):

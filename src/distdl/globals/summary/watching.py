@@ -102,10 +102,11 @@ class Watch(TorchFunctionMode):
 
         def note(module: torch.nn.Module, inputs: Any, result: Any) -> None:
             row = self._row(path)
-            row.shape = row.split = row.block = None
+            row.layout = row.shape = row.split = row.block = None
             first = _first_global(tensors_in(result))
             if first is not None:
-                row.shape, row.split, row.block = tuple(first.shape), _grid(first._layout), tuple(first._layout.local)
+                row.layout, row.shape = first._layout, tuple(first.shape)
+                row.split, row.block = _grid(first._layout), tuple(first._layout.local)
 
         return note
 
@@ -164,6 +165,8 @@ class Watch(TorchFunctionMode):
             place = bisect_right(self._marks, node._sequence_nr(), key=lambda mark: mark[0]) - 1
             row = self._row(self._marks[place][1])
             row.backward = row.backward[0] + messages, row.backward[1] + nbytes
+        for worker, sent in call.sends:
+            row.sends[worker] += sent
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         """The hook that packs what is saved for backward: it counts all memory once, but that of weights."""
