@@ -75,6 +75,10 @@ def grouped():
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 1, 3, padding=1))
 
 
+def normalised():
+    return nn.Sequential(nn.BatchNorm2d(1), nn.ReLU(), nn.Conv2d(1, 1, 1))
+
+
 class Noisy(nn.Module):
     """Adds plain noise, which torch draws."""
 
@@ -98,6 +102,7 @@ NETS = {
     "attention": (Attention, BATCH, LINES, LINES, {}),
     "attention-length": (Attention, (1, -1, 1), LINES, LINES, {}),
     "table": (Looked, BATCH, LINES, LINES, {}),
+    "empty-blocks": (normalised, SPACE, (3, 1, 3, 4), (3, 1, 3, 4), {}),  # on four workers
     "group-norm": (grouped, SPACE, PICTURE, PICTURE, {}),
     "perceptron-sharded": (perceptron, BATCH, LINES, LINES, {"weights": "sharded"}),
     "u-net-sharded": (UNet, SPACE, PICTURE, PICTURE, {"weights": "sharded"}),

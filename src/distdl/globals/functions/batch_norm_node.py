@@ -21,13 +21,12 @@ import torch
 from distdl.exchange import Operator
 from distdl.geometry.boxes import runs, shape
 from distdl.globals.layouts.context import KnownLayout
-from distdl.ops.recorded_rows import centred, measure, on_rows
+from distdl.ops.recorded_rows import NEAR, centred, measure, on_rows
 from distdl.ops.rows import Rows
 from distdl.plan.planning import all_sum
 from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
 from distdl.tensors.function import Function, gradients_of
-from distdl.tensors.recorders import Held
 from distdl.transport import Label
 
 
@@ -146,7 +145,7 @@ class _BatchNorm(Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
     ) -> torch.Tensor:
         statistics, rows = options.statistics, options.statistics.rows
-        block, entries, far = None, None, Held(False)
+        block, entries, far = None, None, NEAR
         ctx.began = statistics.history
         if x.numel():
             block = rows.of_block(x)
