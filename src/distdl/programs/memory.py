@@ -17,11 +17,19 @@ from distdl.programs.calls import Value
 
 def place_of(tensor: torch.Tensor) -> tuple[int, Hashable]:
     """The number of a tensor's memory, 0 if it is none of torch's, and how the tensor lies there."""
-    if tensor.layout is not torch.strided or tensor.is_mkldnn:
+    storage = storage_of(tensor)
+    if not storage:
         return 0, id(tensor)
-    storage = tensor.untyped_storage()._cdata
     how = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return storage, how
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The number of a tensor's memory; 0 if it is none of torch's."""
+    if tensor.layout is not torch.strided or tensor.is_mkldnn:
+        return 0
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 class Memory:

@@ -25,10 +25,10 @@ class Reads(TorchFunctionMode):
     """Tells of them while it is on.
 
     Args:
-        tell: is called with the name of what reads.
+        tell: is called with the name of what reads, and with the tensor.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, tell: Callable[[str, Any], None]) -> None:
         super().__init__()
         self._tell = tell
 
@@ -36,5 +36,5 @@ class Reads(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _READ and here.recorder is not None:
-            self._tell(func.__name__)
+            self._tell(func.__name__, args[0])
         return func(*args, **(kwargs or {}))

@@ -16,7 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.structures import tensors_in
 from distdl.programs.calls import Call, Source, Step, Value, leaf_of, mapped
+from distdl.programs.constants import Constants
 from distdl.programs.memory import Memory
 from distdl.programs.owners import Owners
 from distdl.programs.places import Places
@@ -68,6 +70,7 @@ class Recorder(TorchDispatchMode):
         self.draws = self.differentiates = False
         self._owners, self._comm = owners, comm
         self._memory, self._places = Memory(), Places(paths)
+        self._constants = Constants()
         self._objects: dict[int, tuple[Value, Any]] = {}
         self._count, self._reserved, self._is_paused = 0, 0, False
         self._message: Call | None = None  # the one whose messages are under way just now
@@ -85,7 +88,7 @@ class Recorder(TorchDispatchMode):
         here.recorder = self
         gradients = self._owners.gradients()
         try:
-            with self, Reads(lambda name: self.problem(f"a value is read, by {name}")):
+            with self, Reads(self._reads):
                 yield
             self._take_gradients(gradients)
         finally:
@@ -105,6 +108,11 @@ class Recorder(TorchDispatchMode):
         """Note why the step cannot be a line."""
         self.problems.append((text, self._places.here()[1]))
 
+    def _reads(self, name: str, tensor: Any) -> None:
+        """Note that Python reads a tensor, unless it makes a list of a constant. Shared memory may be written later."""
+        if name != "tolist" or type(tensor) is GlobalTensor or not self._constants.hold([tensor]):
+            self.problem(f"a value is read, by {name}")
+
     # -- what the hooks call
 
     def __torch_dispatch__(
@@ -115,7 +123,9 @@ class Recorder(TorchDispatchMode):
             return NotImplemented
         if self._is_paused or func is _DEVICE:
             return func(*args, **kwargs)
-        if any(tag in func.tags for tag in _DEPENDS) and not (func is _INDEX and not _has_mask(args[1])):
+        read = list(tensors_in((args, kwargs)))
+        depends = any(tag in func.tags for tag in _DEPENDS) and not (func is _INDEX and not _has_mask(args[1]))
+        if depends and not self._constants.hold(read):
             self.problem(f"a value is read, by {func.name()}")
         if func in _MOVES_MEMORY:
             self.problem(f"a tensor gets other memory, by {func.name()}")
@@ -125,11 +135,13 @@ class Recorder(TorchDispatchMode):
             self.differentiates = True
         given, named = self._given(args), {name: self._given(one) for name, one in kwargs.items()}
         result = func(*args, **kwargs)
+        self._constants.note(func, read, result)
         self._note(func, given, named, result)
         return result
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         given = self._given(args)
+        self._constants.forget(list(tensors_in(args)))
         with self.paused():
             result = function(*args)
         self._append(Call("function", function, given, {}, mapped(result, self._made)))

@@ -17,6 +17,9 @@ from distdl.globals.tensor.local import block_of
 from distdl.globals.tensor.structures import map_tensors
 from distdl.globals.tensor.table import TABLE, by_name, handles
 from distdl.tensors.private_torch import variable_functions
+from distdl.tensors.recorders import as_one_call
+
+_one_hot = as_one_call(torch.nn.functional.one_hot)  # it reads the classes, to check them
 
 
 @handles("new_zeros new_ones new_full new_empty", "Tensor")
@@ -68,8 +71,7 @@ def one_hot(func: Any, tensor: Any, num_classes: int = -1) -> GlobalTensor:
         return layout.context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, num_classes),)])
 
     target = layout.context.keep(("one_hot", layout, num_classes), make)
-    block = block_of(tensor)
-    return GlobalTensor._of(func(block, num_classes).reshape(target.local), target)
+    return GlobalTensor._of(_one_hot(block_of(tensor), num_classes).reshape(target.local), target)
 
 
 @handles("linspace logspace", "torch")
