@@ -1,0 +1,44 @@
+"""A program: what a worker knows of the calls of one signature of a compiled step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distdl.programs.calls import Step
+from distdl.programs.counts import Counts
+from distdl.programs.line import Source
+from distdl.programs.reach import State
+from distdl.programs.structures import Result
+from distdl.transport.communicator import Communicator
+
+
+class Program:
+    """What a worker knows of the calls of one signature.
+
+    Attributes:
+        number: among the signatures, in the order in which they came: the same on all workers.
+        step: what was recorded; None before.
+        line: what replays it; None if it stays as it is, or is not recorded yet.
+        reasons: why it stays as it is, with the user's line.
+        comm: what its messages go through; None if there are none.
+    """
+
+    def __init__(self, number: int, comm: Communicator | None, keeps: Any) -> None:
+        self.number = number
+        self.step: Step | None = None
+        self.result: Result | None = None
+        self.line: Callable[[list[torch.Tensor]], Any] | None = None
+        self.source: Source | None = None
+        self.reasons: list[tuple[str, str]] = []
+        self.state: State | None = None
+        self.recorded = 0
+        self.comm = comm
+        self._keeps = keeps  # what the signature names by its id
+
+    @property
+    def counts(self) -> Counts | None:
+        """Of operators, messages and bytes; None if nothing is recorded."""
+        return None if self.step is None else Counts.of(self.step)

@@ -1,0 +1,189 @@
+"""What one worker does at each call of a compiled step: it calls the function, records it, or replays a line."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+
+from distdl.globals.layouts.context import Context, worlds
+from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.globals.tensor.structures import tensors_in
+from distdl.programs.calls import Step
+from distdl.programs.line import Source
+from distdl.programs.matching import difference
+from distdl.programs.owners import Owners
+from distdl.programs.passes.dead import without_dead
+from distdl.programs.program import Program
+from distdl.programs.randomness import States
+from distdl.programs.reach import Reach, has_hook_of_all, hook_of
+from distdl.programs.recorder import Recorder
+from distdl.programs.structures import Result, described, others_in, overlaps
+from distdl.tensors.recorders import here
+from distdl.transport.communicator import Communicator
+
+_TRIES = 4  # recordings of one signature, at most
+_WAITS = "distdl.compile: whether all workers have recorded this step"
+_DEVICES = ("cpu", "cuda")
+
+
+class Worker:
+    """The programs of one worker."""
+
+    def __init__(self, function: Callable[..., Any], signatures: int) -> None:
+        self.function, self._most = function, signatures
+        self.programs: dict[Any, list[Program]] = {}
+        self._made = 0
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if here.recorder is not None:  # inside of another step, of which this is a part
+            return self.function(*args, **kwargs)
+        tensors: list[torch.Tensor] = []
+        named: list[Any] = []
+        key = described((args, kwargs), tensors, named), overlaps(tensors), _modes()
+        program = self._program(key, named, (args, kwargs))
+        if program.comm is not None and program.comm.imagined:  # in a rehearsal, of which nothing is sent
+            return self.function(*args, **kwargs)
+        ready = program.line is not None and not _is_watched()
+        if _agreed(program.comm, program.number if ready else 0):
+            return self._replay(program, tensors)
+        if program.state is None:
+            program.state = Reach(self.function, (args, kwargs)).state()
+            result = self.function(*args, **kwargs)
+            program.state.settle()
+            return result
+        if program.reasons or program.line is not None or _is_watched():
+            return self.function(*args, **kwargs)
+        return self._record(program, tensors, args, kwargs)
+
+    def _program(self, key: Any, named: list[Any], arguments: Any) -> Program:
+        """That of a signature, with all that it can reach as it is now."""
+        listed = self.programs.get(key, [])
+        for program in listed:
+            if program.state is None or program.state.holds():
+                return program
+        self._made += 1
+        program = Program(self._made, self._comm(arguments), named)
+        self.programs.setdefault(key, []).append(program)
+        every = (
+            sorted((one.number, name) for name, ones in self.programs.items() for one in ones)
+            if (sum(map(len, self.programs.values())) > self._most)
+            else []
+        )
+        if every:
+            oldest = every[0][1]
+            self.programs[oldest].pop(0)
+            if not self.programs[oldest]:
+                del self.programs[oldest]
+        return program
+
+    def _comm(self, arguments: Any) -> Communicator | None:
+        """What the step's messages go through."""
+        given = next((x._context.comm for x in tensors_in(arguments) if type(x) is GlobalTensor), None)
+        found = given or Reach(self.function, arguments).comm
+        if found is None and len(worlds.contexts) == 1:
+            found = next(iter(worlds.contexts)).comm
+        return found
+
+    def _record(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        reach = Reach(self.function, (args, kwargs))
+        hook = hook_of(reach)
+        foreign = next(others_in((args, kwargs)), None)
+        if any(one.requires_grad for one in tensors):
+            return self._refuse(program, "an argument requires a gradient", "", args, kwargs)
+        if hook or foreign is not None:
+            told = f"{hook}, which a line would not call" if hook else f"an argument is a {type(foreign).__name__}"
+            return self._refuse(program, told, "", args, kwargs)
+        recorder = Recorder(Owners(reach.tensors.values()), tensors, reach.paths(), program.comm)
+        states, versions = States(), [one._version for one in tensors]
+        with recorder.recording():
+            result = self.function(*args, **kwargs)
+            found = Result(result)
+            needs = any(one.requires_grad for one in found.tensors)
+            values = [recorder.result_of(one) for one in found.tensors]
+        advanced = states.advanced(recorder.draws)
+        if advanced:
+            recorder.problem(f"{advanced} random state advances, and no operator explains it")
+        if needs and not recorder.differentiates:
+            recorder.problem("its result requires a gradient, and no backward is in it")
+        if [one._version for one in tensors] != versions:
+            recorder.problem("it writes into its arguments")
+        if program.result is not None and program.result.others != found.others:
+            recorder.problem("a number or another thing in its result changes")
+        program.recorded += 1
+        program.result = found
+        self._take(program, recorder, Step(recorder.calls, recorder.sources, values))
+        return result
+
+    def _take(self, program: Program, recorder: Recorder, step: Step) -> None:
+        """Make a line of a recording if it is the same as the one before."""
+        before, program.step = program.step, step
+        if recorder.problems:
+            program.reasons = recorder.problems
+            self._tell(program)
+            return
+        if before is None:
+            return
+        apart = difference(before, step)
+        if apart is None:
+            program.step = without_dead(step)
+            program.source = Source(program.step)
+            program.line = program.source.compiled()
+        elif program.recorded >= _TRIES:
+            program.reasons = [apart]
+            self._tell(program)
+
+    def _refuse(self, program: Program, text: str, line: str, args: Any, kwargs: Any) -> Any:
+        program.reasons = [(text, line)]
+        self._tell(program)
+        return self.function(*args, **kwargs)
+
+    def _tell(self, program: Program) -> None:
+        text, line = program.reasons[0]
+        name = getattr(self.function, "__name__", "a step")
+        warnings.warn(f"distdl.compile: {name} stays as it is: {text}{f' ({line})' if line else ''}", stacklevel=2)
+
+    def _replay(self, program: Program, tensors: list[torch.Tensor]) -> Any:
+        assert program.line is not None and program.result is not None
+        with ExitStack() as around:
+            for device in _DEVICES:
+                if torch.is_autocast_enabled(device):
+                    around.enter_context(torch.autocast(device, enabled=False))
+            around.enter_context(torch.no_grad())
+            around.enter_context(torch._C._AutoDispatchBelowAutograd())
+            found = program.line(tensors)
+        return program.result.made(found)
+
+
+def _agreed(comm: Communicator | None, number: int) -> bool:
+    """Whether all workers have a line for this call, and the same one. One maximum of 16 bytes."""
+    if comm is None or comm.size == 1:
+        return number > 0
+    comm.where = _WAITS
+    highest, lowest = comm.through.all_max(Context.of(comm).everyone, np.array([number, -number], dtype=np.int64))
+    return bool(highest == -lowest and highest > 0)
+
+
+def _modes() -> Any:
+    """What of torch's modes a line depends on."""
+    casts = [torch.get_autocast_dtype(one) for one in _DEVICES if torch.is_autocast_enabled(one)]
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(casts), torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+def _is_watched() -> bool:
+    """Whether a user's mode or hook sees what is computed here, or a transform or a checkpoint is about it."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch._C._current_graph_task_id() != -1
+        or has_hook_of_all()
+    )
