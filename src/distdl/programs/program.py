@@ -24,6 +24,8 @@ class Program:
         line: what replays it; None if it stays as it is, or is not recorded yet.
         reasons: why it stays as it is, with the user's line.
         comm: what its messages go through; None if there are none.
+        draws: whether it draws from torch's own generators.
+        checked: whether a replay was compared with the step as it is.
     """
 
     def __init__(self, number: int, comm: Communicator | None, keeps: Any) -> None:
@@ -35,6 +37,7 @@ class Program:
         self.reasons: list[tuple[str, str]] = []
         self.state: State | None = None
         self.recorded = 0
+        self.draws = self.checked = False
         self.comm = comm
         self._keeps = keeps  # what the signature names by its id
 

@@ -16,8 +16,8 @@ from distdl.programs.worker import Worker
 class CompiledStep:
     """A function whose calls become a line (see :func:`compile`)."""
 
-    def __init__(self, function: Callable[..., Any], signatures: int) -> None:
-        self._function, self._signatures = function, signatures
+    def __init__(self, function: Callable[..., Any], signatures: int, check: bool) -> None:
+        self._function, self._signatures, self._checks = function, signatures, check
         self._here = threading.local()
         update_wrapper(self, function)
 
@@ -27,7 +27,7 @@ class CompiledStep:
     def _worker(self) -> Worker:
         found: Worker | None = getattr(self._here, "worker", None)
         if found is None:
-            found = self._here.worker = Worker(self._function, self._signatures)
+            found = self._here.worker = Worker(self._function, self._signatures, self._checks)
         return found
 
     def explain(self) -> str:
@@ -51,7 +51,7 @@ class CompiledStep:
 
 
 @checks_arguments
-def compile(function: Callable[..., Any] | None = None, *, signatures: int = 16) -> Any:
+def compile(function: Callable[..., Any] | None = None, *, signatures: int = 16, check: bool = False) -> Any:
     """A step that is recorded while it runs, and then replayed without Python between torch's operators.
 
     ``@distdl.compile``, or ``@distdl.compile(signatures=4)``, before a function that trains: it computes a loss, calls
@@ -71,12 +71,16 @@ def compile(function: Callable[..., Any] | None = None, *, signatures: int = 16)
     Args:
         function: what is compiled.
         signatures: how many are kept; the oldest goes.
+        check: whether the first replay of each signature is compared with the function: it is called, what it has
+            written is put back, and results, gradients, weights, statistics and random states of the replay have to
+            have the same bits. With ``DISTDL_DEBUG=1`` every replay is compared.
     Returns: the compiled step. Its results are detached, and new memory on each call. Attributes: ``programs``, each
         with ``counts`` of operators, messages and bytes.
-    Raises: ValueError for no signatures.
+    Raises: ValueError for no signatures. A call raises RuntimeError, the same on every worker, if a compared replay
+        differs.
     """
     if signatures < 1:
         raise ValueError(f"distdl.compile needs signatures to be at least 1; got {signatures}")
     if function is None:
-        return lambda one: compile(one, signatures=signatures)
-    return CompiledStep(function, signatures)
+        return lambda one: compile(one, signatures=signatures, check=check)
+    return CompiledStep(function, signatures, check)

@@ -64,6 +64,18 @@ def others_in(structure: Any) -> Iterator[torch.Tensor]:
             yield from others_in(one)
 
 
+def leaves_of(structure: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What is in tuples, lists and dicts, each with a name as in Python: ``x[0]['a']``."""
+    if isinstance(structure, (tuple, list)):
+        for place, one in enumerate(structure):
+            yield from leaves_of(one, f"{name}[{place}]")
+    elif isinstance(structure, dict):
+        for key, one in structure.items():
+            yield from leaves_of(one, f"{name}[{key!r}]")
+    else:
+        yield name, structure
+
+
 class Result:
     """How what a step gives is made of the plain tensors in it.
 

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from distdl import environment
 from distdl.globals.layouts.context import Context, worlds
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import tensors_in
+from distdl.programs.beside import Written, agree, differing, giver_of
 from distdl.programs.calls import Step
 from distdl.programs.line import Source
 from distdl.programs.matching import difference
@@ -34,8 +36,9 @@ _DEVICES = ("cpu", "cuda")
 class Worker:
     """The programs of one worker."""
 
-    def __init__(self, function: Callable[..., Any], signatures: int) -> None:
+    def __init__(self, function: Callable[..., Any], signatures: int, check: bool) -> None:
         self.function, self._most = function, signatures
+        self._checks, self._debugs = check, environment.debug()
         self.programs: dict[Any, list[Program]] = {}
         self._made = 0
 
@@ -50,6 +53,8 @@ class Worker:
             return self.function(*args, **kwargs)
         ready = program.line is not None and not _is_watched()
         if _agreed(program.comm, program.number if ready else 0):
+            if self._debugs or (self._checks and not program.checked):
+                return self._replay_beside(program, tensors, args, kwargs)
             return self._replay(program, tensors)
         if program.state is None:
             program.state = Reach(self.function, (args, kwargs)).state()
@@ -115,6 +120,7 @@ class Worker:
         if program.result is not None and program.result.others != found.others:
             recorder.problem("a number or another thing in its result changes")
         program.recorded += 1
+        program.draws = program.draws or recorder.draws
         program.result = found
         self._take(program, recorder, Step(recorder.calls, recorder.sources, values))
         return result
@@ -146,6 +152,41 @@ class Worker:
         text, line = program.reasons[0]
         name = getattr(self.function, "__name__", "a step")
         warnings.warn(f"distdl.compile: {name} stays as it is: {text}{f' ({line})' if line else ''}", stacklevel=2)
+
+    def _replay_beside(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        """Call the function, put back what it has written, and replay.
+
+        Raises: RuntimeError, the same on every worker, if the two differ.
+        """
+        assert program.step is not None
+        comm, named = program.comm, list(Reach(self.function, (args, kwargs)).tensors.values())
+        # threads draw from one generator of torch's, in an order that nobody knows
+        shared = comm is not None and comm.threads and comm.size > 1
+        before = Written(named, program.step, comm, shared)
+        theirs = self.function(*args, **kwargs)
+        after = before.again()
+        before.restore()
+        mine = self._replay(program, tensors)
+        if not (shared and program.draws):
+            self._compare(program, differing(mine, theirs), before.again().differs(after))
+        program.checked = True
+        return mine
+
+    def _compare(self, program: Program, result: tuple[str, int], written: str) -> None:
+        assert program.step is not None
+        what, place = result
+        call = giver_of(program.step, what, place) if what else giver_of(program.step, written)
+        text = what or written
+        if text and call is not None:
+            text += f", by {call.name}{f' in module {call.path}' if call.path else ''} ({call.line})"
+        told = agree(program.comm, text)
+        if told:
+            program.line, program.reasons = None, [("its replay was another one than the step as it is", "")]
+            name = getattr(self.function, "__name__", "a step")
+            raise RuntimeError(
+                f"a replay of {name} differs from the step as it is: {told} is another one. A replay calls no Python "
+                "of yours, and this step depends on something that distdl.compile does not see. Pass it as an argument"
+            )
 
     def _replay(self, program: Program, tensors: list[torch.Tensor]) -> Any:
         assert program.line is not None and program.result is not None

@@ -28,6 +28,7 @@ from distdl.globals.tensor.table import name_of
 from distdl.partition import Layout, dims
 from distdl.tensors.modes import unobserved
 from distdl.tensors.private_torch import DisableTorchFunction, current_graph_task_id
+from distdl.tensors.recorders import aside
 from distdl.transport import Communicator
 from distdl.transport.callsite import current_path
 from distdl.transport.communicator import name_workers
@@ -175,7 +176,9 @@ def _texts(value: Any, tell: Callable[[torch.Tensor], str], whole: bool) -> Iter
     elif whole and isinstance(value, _NUMBERS):
         yield repr(value)
     elif whole and isinstance(value, torch.Generator):
-        yield f"a generator with checksum {checksum(value.get_state()):08x}"
+        with aside():
+            state = checksum(value.get_state())
+        yield f"a generator with checksum {state:08x}"
 
 
 def _plain(x: torch.Tensor, whole: bool) -> str:
@@ -183,7 +186,7 @@ def _plain(x: torch.Tensor, whole: bool) -> str:
     text = f"a plain {'nested' if x.is_nested else dims(x.shape)} {x.dtype}"
     if not whole or type(x) not in _SAME or x.is_nested or x.layout is not torch.strided or x.is_meta:
         return text
-    with DisableTorchFunction(), unobserved():
+    with DisableTorchFunction(), unobserved(), aside():
         return f"{text} with checksum {checksum(x):08x}"
 
 

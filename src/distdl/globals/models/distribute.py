@@ -215,7 +215,8 @@ class Forward:
                 if weights.additions.pending:
                     self._take_in_additions()
                 if self.P.comm.watch is not None:
-                    check_equal(self.module, Context.of(self.P.comm))
+                    with aside():
+                        check_equal(self.module, Context.of(self.P.comm))
             weights.begin_forward()
         weights.depth += 1
         try:
