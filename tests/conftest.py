@@ -1,6 +1,7 @@
 import functools
 import gc
 import os
+import shutil
 import sys
 
 import pytest
@@ -59,6 +60,10 @@ def pytest_collection_modifyitems(config, items):
         cuda = [item for item in items if item.get_closest_marker("cuda")]
         config.hook.pytest_deselected(items=cuda)
         items[:] = [item for item in items if item not in cuda]
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        cxx = [item for item in items if item.get_closest_marker("cxx")]
+        config.hook.pytest_deselected(items=cxx)
+        items[:] = [item for item in items if item not in cxx]
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         reason = "torch's compiler ends the process where two threads call it without the interpreter's lock"
         for item in items:

@@ -285,7 +285,7 @@ FUNCTIONS: dict[str, Right] = {
     },
     "distdl.suggest": lambda P: {"model": _plain(), "workers": 2, "input_shape": (4, 4)},
     "distdl.summary": lambda P: {"model": _plain(), "P": (2, 1), "input_shape": (4, 4)},
-    "distdl.compile": lambda P: {"function": torch.relu, "signatures": 2},
+    "distdl.compile": lambda P: {"function": torch.relu, "signatures": 2, "backend": "line"},
     "distdl.trace": lambda P: {"path": f"{_folder(P)}/trace.json", "model": _plain(), "operators": True},
     "distdl.verify": lambda P: {
         "model": _plain(),

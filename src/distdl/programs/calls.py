@@ -16,6 +16,21 @@ class Value(int):
         return f"v{int(self)}"
 
 
+class Lies(NamedTuple):
+    """How a value lies in memory.
+
+    Attributes:
+        memory: the number of its memory: the same for values that share it.
+    """
+
+    memory: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
 class Source(NamedTuple):
     """Where a tensor comes from that a step has not computed.
 
@@ -102,11 +117,13 @@ class Step:
         calls: in their order.
         sources: of the values that come from outside.
         result: what the step gives, with values in the place of tensors.
+        lies: how values lie in memory: those that are tensors of torch's own memory.
     """
 
     calls: list[Call]
     sources: dict[Value, Source]
     result: Any = None
+    lies: dict[Value, Lies] = field(default_factory=dict)
 
 
 def values_in(structure: Any) -> Iterator[Value]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from distdl.programs.calls import Value
+from distdl.programs.calls import Lies, Value
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, Hashable]:
@@ -33,9 +33,14 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 class Memory:
-    """The values of a step by where they lie."""
+    """The values of a step by where they lie.
+
+    Attributes:
+        lies: how each value lies.
+    """
 
     def __init__(self) -> None:
+        self.lies: dict[Value, Lies] = {}
         self._values: dict[tuple[int, Hashable], Value] = {}
         self._latest: dict[int, tuple[Value, torch.dtype]] = {}
         self._kept: dict[Any, Any] = {}  # so that no other memory, or object, gets the number of one that has gone
@@ -60,6 +65,9 @@ class Memory:
         if not place[0]:
             self._kept[place] = tensor
             return
+        self.lies[value] = Lies(
+            place[0], int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+        )
         self._latest[place[0]] = value, tensor.dtype
         if place[0] not in self._kept:
             self._kept[place[0]] = StorageWeakRef(tensor.untyped_storage())

@@ -36,7 +36,7 @@ class Program:
         self.source: Source | None = None
         self.reasons: list[tuple[str, str]] = []
         self.state: State | None = None
-        self.recorded = 0
+        self.recorded = self.replays = 0
         self.draws = self.checked = False
         self.comm = comm
         self._keeps = keeps  # what the signature names by its id

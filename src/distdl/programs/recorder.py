@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import tensors_in
-from distdl.programs.calls import Call, Source, Step, Value, leaf_of, mapped
+from distdl.programs.calls import Call, Lies, Source, Step, Value, leaf_of, mapped
 from distdl.programs.constants import Constants
 from distdl.programs.memory import Memory
 from distdl.programs.owners import Owners
@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
 
     def step(self, result: Any) -> Step:
         """What has been recorded, of which this is the result."""
-        return Step(self.calls, self.sources, self._given(result))
+        return Step(self.calls, self.sources, self._given(result), self.lies)
 
     def result_of(self, tensor: torch.Tensor) -> Value:
         """The value that a tensor of the result is."""
@@ -107,6 +107,11 @@ class Recorder(TorchDispatchMode):
     def problem(self, text: str) -> None:
         """Note why the step cannot be a line."""
         self.problems.append((text, self._places.here()[1]))
+
+    @property
+    def lies(self) -> dict[Value, Lies]:
+        """How values lie in memory."""
+        return self._memory.lies
 
     def _reads(self, name: str, tensor: Any) -> None:
         """Note that Python reads a tensor, unless it makes a list of a constant. Shared memory may be written later."""

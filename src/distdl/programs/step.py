@@ -8,6 +8,7 @@ from functools import update_wrapper
 from typing import Any
 
 from distdl.environment.arguments import checks_arguments
+from distdl.programs.inductor import assert_can_compile
 from distdl.programs.printing import shown
 from distdl.programs.program import Program
 from distdl.programs.worker import Worker
@@ -16,8 +17,8 @@ from distdl.programs.worker import Worker
 class CompiledStep:
     """A function whose calls become a line (see :func:`compile`)."""
 
-    def __init__(self, function: Callable[..., Any], signatures: int, check: bool) -> None:
-        self._function, self._signatures, self._checks = function, signatures, check
+    def __init__(self, function: Callable[..., Any], signatures: int, check: bool, backend: str) -> None:
+        self._function, self._signatures, self._checks, self._backend = function, signatures, check, backend
         self._here = threading.local()
         update_wrapper(self, function)
 
@@ -27,7 +28,7 @@ class CompiledStep:
     def _worker(self) -> Worker:
         found: Worker | None = getattr(self._here, "worker", None)
         if found is None:
-            found = self._here.worker = Worker(self._function, self._signatures, self._checks)
+            found = self._here.worker = Worker(self._function, self._signatures, self._checks, self._backend)
         return found
 
     def explain(self) -> str:
@@ -51,7 +52,9 @@ class CompiledStep:
 
 
 @checks_arguments
-def compile(function: Callable[..., Any] | None = None, *, signatures: int = 16, check: bool = False) -> Any:
+def compile(
+    function: Callable[..., Any] | None = None, *, signatures: int = 16, check: bool = False, backend: str = "line"
+) -> Any:
     """A step that is recorded while it runs, and then replayed without Python between torch's operators.
 
     ``@distdl.compile``, or ``@distdl.compile(signatures=4)``, before a function that trains: it computes a loss, calls
@@ -74,13 +77,19 @@ def compile(function: Callable[..., Any] | None = None, *, signatures: int = 16,
         check: whether the first replay of each signature is compared with the function: it is called, what it has
             written is put back, and results, gradients, weights, statistics and random states of the replay have to
             have the same bits. With ``DISTDL_DEBUG=1`` every replay is compared.
+        backend: ``"line"``, or ``"inductor"``, which compiles the operators between messages before the second replay.
+            Its results are those of the step up to rounding, and it needs a C++ compiler.
     Returns: the compiled step. Its results are detached, and new memory on each call. Attributes: ``programs``, each
         with ``counts`` of operators, messages and bytes.
-    Raises: ValueError for no signatures. A call raises RuntimeError, the same on every worker, if a compared replay
-        differs.
+    Raises: ValueError for no signatures and another backend; RuntimeError where ``"inductor"`` finds no C++ compiler.
+        A call raises RuntimeError, the same on every worker, if a compared replay differs.
     """
     if signatures < 1:
         raise ValueError(f"distdl.compile needs signatures to be at least 1; got {signatures}")
+    if backend not in ("line", "inductor"):
+        raise ValueError(f'distdl.compile knows the backends "line" and "inductor"; got {backend!r}')
+    if backend == "inductor":
+        assert_can_compile()
     if function is None:
-        return lambda one: compile(one, signatures=signatures, check=check)
-    return CompiledStep(function, signatures, check)
+        return lambda one: compile(one, signatures=signatures, check=check, backend=backend)
+    return CompiledStep(function, signatures, check, backend)

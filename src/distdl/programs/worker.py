@@ -16,6 +16,7 @@ from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import tensors_in
 from distdl.programs.beside import Written, agree, differing, giver_of
 from distdl.programs.calls import Step
+from distdl.programs.inductor import with_inductor
 from distdl.programs.line import Source
 from distdl.programs.matching import difference
 from distdl.programs.owners import Owners
@@ -29,6 +30,7 @@ from distdl.tensors.recorders import here
 from distdl.transport.communicator import Communicator
 
 _TRIES = 4  # recordings of one signature, at most
+_COMPILES = 2  # the replay before which inductor compiles: the first one has the bits of the step
 _WAITS = "distdl.compile: whether all workers have recorded this step"
 _DEVICES = ("cpu", "cuda")
 
@@ -36,9 +38,10 @@ _DEVICES = ("cpu", "cuda")
 class Worker:
     """The programs of one worker."""
 
-    def __init__(self, function: Callable[..., Any], signatures: int, check: bool) -> None:
+    def __init__(self, function: Callable[..., Any], signatures: int, check: bool, backend: str) -> None:
         self.function, self._most = function, signatures
         self._checks, self._debugs = check, environment.debug()
+        self._inductor = backend == "inductor" and not self._debugs  # which compares bits
         self.programs: dict[Any, list[Program]] = {}
         self._made = 0
 
@@ -122,7 +125,7 @@ class Worker:
         program.recorded += 1
         program.draws = program.draws or recorder.draws
         program.result = found
-        self._take(program, recorder, Step(recorder.calls, recorder.sources, values))
+        self._take(program, recorder, Step(recorder.calls, recorder.sources, values, recorder.lies))
         return result
 
     def _take(self, program: Program, recorder: Recorder, step: Step) -> None:
@@ -190,6 +193,10 @@ class Worker:
 
     def _replay(self, program: Program, tensors: list[torch.Tensor]) -> Any:
         assert program.line is not None and program.result is not None
+        program.replays += 1
+        if self._inductor and program.replays == _COMPILES and program.step is not None:
+            program.line = Source(with_inductor(program.step)).compiled()
+            _agreed(program.comm, 1)  # no worker goes on while torch's tracer works for another one
         with ExitStack() as around:
             for device in _DEVICES:
                 if torch.is_autocast_enabled(device):
