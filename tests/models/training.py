@@ -120,32 +120,37 @@ def distributed(entry: Entry, split: Split, optimizer: str, module: nn.Module | 
     Workers that are threads pass a module that was made before: making one draws from torch's generator, which they
     share.
     """
-    module, x, target = _distributed(entry, split, module or entry.module())
-    return train(module, x, target, entry.loss, optimizer)
+    return train(model_on(split, module or entry.module()), *batch_on(entry, split), entry.loss, optimizer)
 
 
 def held(entry: Entry, split: Split, module: nn.Module) -> int:
     """The most bytes of tensors that this worker holds at once in a step of the model, but for the optimiser's."""
-    module, x, target = _distributed(entry, split, module)
+    module, (x, target) = model_on(split, module), batch_on(entry, split)
     with Footprint() as footprint:
         footprint.count(*module.parameters(), *module.buffers(), x.to_local(), target.to_local())
         entry.loss(module(x), target).backward()
     return footprint.peak
 
 
-def _distributed(entry: Entry, split: Split, module: nn.Module) -> tuple[nn.Module, Any, Any]:
-    """A copy of the model and its batch, on this world of workers."""
-    everyone = distdl.world()
-    P = everyone[split.idle :].reshape(*split.grid)
-    x, target = entry.batch()
-    P_target = P
+def model_on(split: Split, module: nn.Module, **options: Any) -> nn.Module:
+    """A copy of the model, distributed over this world of workers with these options."""
+    return distdl.distribute(copy.deepcopy(module), _partition(split), fallback="error", **options)
+
+
+def batch_on(entry: Entry, split: Split, number: int = 0) -> tuple[Any, Any]:
+    """One of its batches, distributed over this world of workers."""
+    P = P_target = _partition(split)
+    x, target = entry.batch(number)
     if target.ndim < x.ndim:  # no channels, and labels of samples have no space
         places = (split.grid[0], *split.grid[2:])[: target.ndim]
         P_target = P[(slice(None), *[0] * (x.ndim - target.ndim))].reshape(*places)
-    if everyone.rank != 0:
+    if distdl.world().rank != 0:
         x, target = None, None
-    x, target = distdl.distribute_tensor(x, P), distdl.distribute_tensor(target, P_target)
-    return distdl.distribute(copy.deepcopy(module), P, fallback="error"), x, target
+    return distdl.distribute_tensor(x, P), distdl.distribute_tensor(target, P_target)
+
+
+def _partition(split: Split) -> distdl.Partition:
+    return distdl.world()[split.idle :].reshape(*split.grid)
 
 
 def differences(got: Trained, wanted: Trained) -> list[str]:

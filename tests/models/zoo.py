@@ -54,9 +54,9 @@ class Entry:
                 parameter.add_(noise, alpha=0.05)
         return module
 
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """Input and target, the same each time."""
-        generator = torch.Generator().manual_seed(2)
+    def batch(self, number: int = 0) -> tuple[Tensor, Tensor]:
+        """Input and target of the batch of this number, the same each time."""
+        generator = torch.Generator().manual_seed(2 + number)
         x = torch.randn(self.shape, generator=generator, dtype=torch.float64)
         samples, space = self.shape[0], self.shape[2:]
         if self.target == "image":
