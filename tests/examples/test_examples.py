@@ -147,3 +147,14 @@ def test_a_model_that_is_distributed_needs_a_share_of_the_memory(name, launcher,
     # (threads read each other's messages in place, and memory counts for the worker that meets it first)
     assert max(workers) < (0.7 if launcher == "mpirun" else 0.9) * sequential and sum(workers) < 2.8 * sequential
     assert name != "vae_decode" or job(launcher)[2].exists()
+
+
+@pytest.mark.timeout(200)
+def test_a_volume_is_segmented_with_a_compiled_step():
+    """The example compares the bits of the losses by itself, and times a step."""
+    done = ended([*imported(), str(EXAMPLES / "unet3d.py"), "--compile"], 180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "stays as it is" not in done.stderr
+    _, distributed, *_, compiled, times = done.stdout.splitlines()
+    assert distributed.split()[2:] == compiled.split()[2:] and len(compiled.split()) == 6
+    assert re.fullmatch(r"a step without the optimiser: \d+ ms as it is, \d+ ms compiled", times)
