@@ -21,7 +21,7 @@ from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import dims
 from distdl.plan import Plan
 from distdl.programs import CompiledStep
-from distdl.programs.step import Program
+from distdl.programs.program import Program
 
 
 @checks_arguments

@@ -10,7 +10,7 @@ from distdl.drawing.scene import LETTER, LINE, Arrow, Panel, Rect, Scene, compos
 from distdl.programs import CompiledStep
 from distdl.programs.calls import Call, Value
 from distdl.programs.printing import by_worker, label_of
-from distdl.programs.step import Program
+from distdl.programs.program import Program
 
 _MESSAGE, _WORK, _BETWEEN = 15.0, 13.0, 118.0  # pixels: down for a message, down for operators, between two lanes
 _LONGEST = 44  # letters of a name in the picture
