@@ -558,10 +558,10 @@ def test_a_worker_that_cannot_write(wait, tmp_path, monkeypatch):
     before = files_of(tmp_path)
     plain = files.write_blocks
 
-    def full(path, blocks):
+    def full(path, blocks, shows):
         if path.name == files.name_of(1):
             raise OSError(28, "No space left on device")
-        return plain(path, blocks)
+        return plain(path, blocks, shows)
 
     def work():
         model = make("sharded", distdl.world(), seed=2)

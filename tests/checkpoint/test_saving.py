@@ -101,9 +101,9 @@ def test_saving_does_not_stop_training(kind, tmp_path, monkeypatch):
     """What is saved is what was there at the call, though weights change before it is written."""
     plain, written = files.write_blocks, threading.Event()
 
-    def slow(path, blocks):
+    def slow(path, blocks, shows):
         assert written.wait(30)
-        return plain(path, blocks)
+        return plain(path, blocks, shows)
 
     def work():
         P = distdl.world()

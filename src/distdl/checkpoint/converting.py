@@ -18,6 +18,7 @@ from distdl.checkpoint.folders import INDEX, Place, find
 from distdl.checkpoint.index import MODEL, Index, blocks_of, described, from_text
 from distdl.checkpoint.records import Record
 from distdl.checkpoint.values import decode, encode
+from distdl.environment.progress import progress
 from distdl.geometry.boxes import whole
 
 _OPTIMISERS = ("optimizer", "optim", "optimiser")
@@ -75,7 +76,7 @@ def _ours(source: Path) -> tuple[dict[str, Any], list[str]]:
     index = from_text(text, folder / INDEX)
     with Reader(folder, index) as reader:
         reader.check_sizes()
-        for key, block in index.written:
+        for key, block in progress(list(index.written), "distdl convert: blocks"):
             reader.check(key, block)
         kept = {key: saved for key, saved in index.tensors.items() if not key.startswith("random/")}
         found = {key: reader.read(key, whole(saved.extents)) for key, saved in kept.items()}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from distdl.checkpoint.index import Block, Index, Saved
+from distdl.environment.progress import progress
 from distdl.geometry.boxes import Box, meet, shape, slices, volume, within
 from distdl.tensors.memory import readable
 from distdl.transport.communicator import as_bytes
@@ -51,9 +52,11 @@ def checksum(block: torch.Tensor) -> int:
     return zlib.crc32(as_bytes(block).numpy().data) if block.numel() else 0
 
 
-def write_blocks(path: Path, blocks: Mapping[str, torch.Tensor]) -> tuple[int, dict[str, int]]:
+def write_blocks(path: Path, blocks: Mapping[str, torch.Tensor], shows: bool = False) -> tuple[int, dict[str, int]]:
     """Write a file of blocks, down to the disk.
 
+    Args:
+        shows: whether a bar tells of how many blocks the checksums are there.
     Returns: its bytes, and the checksum of each block.
     Raises: OSError if the disk is full, or if it fails in another way.
     """
@@ -63,7 +66,8 @@ def write_blocks(path: Path, blocks: Mapping[str, torch.Tensor]) -> tuple[int, d
     except library.SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
     sync(path)
-    return path.stat().st_size, {key: checksum(block) for key, block in blocks.items()}
+    listed = progress(blocks.items(), "distdl.save: blocks", shows)
+    return path.stat().st_size, {key: checksum(block) for key, block in listed}
 
 
 def _apart(blocks: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 from distdl.checkpoint.files import Reader
 from distdl.checkpoint.folders import INDEX, find
 from distdl.checkpoint.index import MODEL, Index, from_text
+from distdl.environment.progress import progress
 from distdl.partition import dims
 
 
@@ -27,7 +28,7 @@ def inspect(path: str | os.PathLike[str], check: bool = False) -> str:
     if check:
         with Reader(folder, index) as reader:
             reader.check_sizes()
-            for key, block in index.written:
+            for key, block in progress(list(index.written), "distdl inspect: blocks"):
                 reader.check(key, block)
         lines.append("all checksums are right")
     return "\n".join(lines)

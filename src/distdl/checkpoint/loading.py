@@ -21,6 +21,7 @@ from distdl.checkpoint.records import Record, Records, communicator_of, local
 from distdl.checkpoint.saving import finish_saving
 from distdl.checkpoint.together import together
 from distdl.checkpoint.values import decode
+from distdl.environment.progress import progress
 from distdl.geometry.boxes import Box, whole
 from distdl.partition import dims
 
@@ -78,9 +79,9 @@ def load(
         with Reader(folder, index) as reader:
             reader.check_sizes()
             staged.append(Staged(reader, model, optimiser, scheduler))
-            for number, (key, block) in enumerate(index.written):
-                if number % comm.size == comm.rank:
-                    reader.check(key, block)
+            mine = list(index.written)[comm.rank :: comm.size]
+            for key, block in progress(mine, "distdl.load: blocks", comm.rank == 0):
+                reader.check(key, block)
             if random and index.facts["random"] is not None:
                 staged[0].read_random(comm.rank, comm.size)
         return list(staged[0].names)

@@ -156,7 +156,7 @@ class Saving:
 
         def write() -> Any:
             copy()
-            return self._write()
+            return self._write(self.comm.rank == 0)
 
         try:
             reports = together(self.comm, "distdl.save", write)
@@ -194,11 +194,11 @@ class Saving:
         if self._error is not None:
             raise self._error
 
-    def _write(self) -> list[Any]:
+    def _write(self, shows: bool = False) -> list[Any]:
         """Write this worker's file; returns its bytes (None if there is none), and the checksums of the blocks."""
         if not self.blocks:
             return [None, {}]
-        return [*write_blocks(self.data / name_of(self.comm.rank), self.blocks)]
+        return [*write_blocks(self.data / name_of(self.comm.rank), self.blocks, shows)]
 
     def _commit(self, reports: list[Any]) -> None:
         if self.place is None:

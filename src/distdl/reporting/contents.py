@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distdl.environment.progress import progress
 from distdl.globals.summary import suggest
 from distdl.globals.summary.rehearsal import Imagined, rehearse
 from distdl.globals.summary.results import GRADIENTS, Row, Suggestions, Totals
@@ -97,12 +98,13 @@ def gathered(
     Raises: ValueError as :func:`distdl.summary` does, and for a trace of another model or other workers.
     """
     check_model(model, "report")
-    workers, size, _ = workers_of(P)
+    workers, size, here = workers_of(P)
     inputs = inputs_of(model, input_shape, dtype)
     listed = workers.ravel().tolist()
     if logs is not None:
         _check(logs, model, listed)
-    found = {one: rehearse(model, workers, size, one, inputs, backward, **options) for one in listed}
+    shown = progress(listed, "distdl.report: workers", here == 0)
+    found = {one: rehearse(model, workers, size, one, inputs, backward, **options) for one in shown}
     alone = Totals.of(rehearse(model, np.zeros((1,), dtype=int), 1, 0, inputs, backward))
     by_path = {path: Module(path, type(one).__name__) for path, one in model.named_modules()}
     sends: Counter[tuple[int, int]] = Counter()

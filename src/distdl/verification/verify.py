@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distdl.environment.progress import progress
 from distdl.globals import GlobalTensor, distribute, distribute_tensor
 from distdl.globals.consistency.checksums import checksum
 from distdl.globals.tensor.structures import map_tensors
@@ -168,7 +169,8 @@ def _proven(
         try:
             right = sequentially(0)
             _check_repeats(right, lambda: sequentially(0))
-            perturbed = [sequentially(1 + number) for number in range(_PERTURBED)]
+            runs = progress(range(_PERTURBED), "distdl.verify: perturbed runs")
+            perturbed = [sequentially(1 + number) for number in runs]
             for key in partial:
                 right.pop(key, None)
             outcome = _outcome(subject, right, found, noise(right, perturbed), partition, steps, not_compared)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distdl.environment.progress import progress
 from distdl.environment.types import Count, judge
 from distdl.globals.models.parameters import Parameters
 from distdl.globals.summary.rehearsal import rehearse
@@ -95,7 +96,9 @@ def suggest(
     grids = list(_factorisations(count, extents))
     if not grids:
         raise ValueError(f"suggest finds no grid of {count} workers for an input of {shown(extents)}")
-    found = [_suggestion(model, grid, inputs, backward, options) for grid in grids]
+    known = opened()
+    listed = progress(grids, "distdl.suggest: grids", known is None or known.comm.rank == 0)
+    found = [_suggestion(model, grid, inputs, backward, options) for grid in listed]
     return Suggestions(sorted(found, key=lambda one: (bool(one.error), one.peak, one.sent, one.grid)))
 
 
