@@ -24,8 +24,9 @@ HERE = Path(__file__).parent
 public_names.write(HERE / "reference")
 PICTURES = HERE / "pictures"
 PICTURES.mkdir(exist_ok=True)
-for command, name in re.findall(r"^distdl draw (.*) -o (\S+)$", (HERE / "guide" / "draw.md").read_text(), re.M):
-    distdl.draw(command).save(PICTURES / name)
+for page in HERE.rglob("*.md"):
+    for command, name in re.findall(r"^distdl draw (.*) -o (\S+)$", page.read_text(), re.M):
+        distdl.draw(command).save(PICTURES / name)
 (PICTURES / "memory-chart.svg").write_text(charts.memory())
 (PICTURES / "speed-chart.svg").write_text(charts.speed())
 sys.path.insert(0, str(HERE.parent / "tests" / "programs"))

@@ -566,9 +566,14 @@ def test_all_arrows_of_one_worker_are_no_part_of_the_arrows():
     assert len(scene.panels[0].arrows) == 100 and not any("arrows, those of" in note for note in scene.notes)
 
 
-def test_each_picture_of_the_page_has_the_command_that_makes_it():
-    page = (Path(__file__).parents[2] / "docs" / "guide" / "draw.md").read_text()
-    commands = dict(re.findall(r"^distdl draw (.*) -o (\S+)$", page, re.MULTILINE))
-    assert list(commands.values()) == re.findall(r"\(\.\./pictures/(\S+)\)", page) and len(commands) == 7
-    for command in commands:
-        assert len(distdl.draw(command).scene.panels) >= 2
+def test_each_picture_of_a_page_has_the_command_that_makes_it():
+    docs = Path(__file__).parents[2] / "docs"
+    pages = [page.read_text() for page in docs.rglob("*.md") if page.parent != docs / "reference"]
+    commands = [re.findall(r"^distdl draw (.*) -o (\S+)$", page, re.MULTILINE) for page in pages]
+    shown = [re.findall(r"\((?:\.\./)?pictures/(\S+)\)", page) for page in pages]
+    for made, wanted in zip(commands, shown, strict=True):
+        assert not made or [name for command, name in made] == wanted  # in a page that makes pictures, in their order
+    made = {name: command for page in commands for command, name in page}
+    assert len(made) == sum(map(len, commands)) >= 15 and {name for page in shown for name in page} == {*made}
+    for command in made.values():
+        assert len(distdl.draw(command).scene.panels) >= (1 if command.startswith("layout") else 2)
