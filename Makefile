@@ -12,6 +12,7 @@
 # make lint    ruff and mypy alone
 # make bench   time against the transports, and of whole models, written to benchmarks/results (an hour)
 # make docs    the documentation, in docs/_build
+# make tutorials   only runs the tutorials of the documentation (a minute)
 # make audit   the installed dependencies against constraints.txt, without a network
 #
 # Each makes .venv and installs what it needs. PYTHON=... chooses the interpreter (3.11 or newer).
@@ -27,7 +28,7 @@ TORCH ?= torch
 CODE = $(or $(wildcard $(shell git ls-files '*.py' '*.md' 2>/dev/null)),\
 	README.md CHANGELOG.md .ci benchmarks docs examples src tests tools)
 
-.PHONY: demo test sweep fuzz models tried soak hosts faults newest matrix lint bench docs audit clean
+.PHONY: demo test sweep fuzz models tried soak hosts faults newest matrix lint bench docs tutorials audit clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python examples/lenet_digits.py
@@ -88,6 +89,11 @@ bench: $(VENV)/bench.installed
 docs: $(VENV)/docs.installed
 	$(BIN)/python -m sphinx -W -b html docs docs/_build
 
+tutorials: $(VENV)/docs.installed
+	set -e; for script in docs/tutorials/plot_*.py; do \
+		echo "$$script"; MPLBACKEND=agg timeout 120 $(BIN)/python "$$script"; \
+	done
+
 audit: $(VENV)/test.installed
 	$(BIN)/python tools/audit.py
 
@@ -99,4 +105,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) docs/_build .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) docs/_build docs/gallery .mypy_cache .ruff_cache .hypothesis

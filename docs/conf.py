@@ -18,6 +18,7 @@ import public_names
 from docutils import nodes
 
 import distdl
+from distdl.drawing import Drawing
 
 HERE = Path(__file__).parent
 (HERE / "details" / "native.md").write_text(native_functions.page())
@@ -43,9 +44,21 @@ extensions = [
     "sphinx_design",
     "sphinx_copybutton",
     "mathml",
+    "sphinx_gallery.gen_gallery",
 ]
-source_suffix = {".md": "markdown"}
-exclude_patterns = ["_build"]
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+exclude_patterns = ["_build", "gallery/index.rst"]
+# The tutorials run once, and again when they have changed. Their entry is tutorials/index.md.
+sphinx_gallery_conf = {
+    "examples_dirs": "tutorials",
+    "gallery_dirs": "gallery",
+    "capture_repr": ("_repr_html_",),
+    "download_all_examples": False,
+    "show_signature": False,
+    "write_computation_times": False,
+    "min_reported_time": 3600,
+    "image_srcset": ["2x"],
+}
 html_theme = "furo"
 html_title = f"distdl {version}"
 html_math_renderer = "mathml"
@@ -128,6 +141,13 @@ def link_by_last_name(app, env, node, contnode):
     return domain.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], found[0], node, contnode)
 
 
+def in_page(drawing, title):
+    """A drawing of distdl.draw, given as SVG, that follows the page's dark mode and shows tool tips."""
+    drawing = re.sub(r"<style>.*?</style>", "", drawing, flags=re.DOTALL)
+    drawing = re.sub(r'aria-label="[^"]*"', f'aria-label="{html.escape(title)}"', drawing, count=1)
+    return f'<div class="picture">{drawing}</div>'
+
+
 def put_pictures_into_pages(app, doctree, page):
     """Put drawings of distdl.draw into the page itself, so that they follow its dark mode and show tool tips."""
     if app.builder.format != "html":
@@ -135,11 +155,12 @@ def put_pictures_into_pages(app, doctree, page):
     for image in [*doctree.findall(nodes.image)]:
         path = HERE / image["uri"]
         if path.parent == PICTURES and path.suffix == ".svg":
-            drawing = re.sub(r"<style>.*?</style>", "", path.read_text(), flags=re.DOTALL)
-            drawing = re.sub(
-                r'aria-label="[^"]*"', f'aria-label="{html.escape(image.get("alt", ""))}"', drawing, count=1
-            )
-            image.replace_self(nodes.raw("", f'<div class="picture">{drawing}</div>', format="html"))
+            drawing = in_page(path.read_text(), image.get("alt", ""))
+            image.replace_self(nodes.raw("", drawing, format="html"))
+
+
+# so that a tutorial shows a drawing, as a notebook does
+Drawing._repr_html_ = lambda drawing: in_page(drawing._repr_svg_(), drawing.scene.title)
 
 
 def setup(app):
