@@ -9,7 +9,12 @@ The data are the 1,797 images that come with scikit-learn, scaled from 8x8 to 32
              Repartition    |conv|conv|            Repartition                       x 3
 
 Run it alone (four threads), or: mpirun -n 4 python lenet_digits.py, or: torchrun --nproc-per-node 4 lenet_digits.py
+
+With --compile, the distributed step is recorded, and then replayed without Python between torch's operators.
 """
+
+import sys
+from functools import partial
 
 import torch
 from sklearn.datasets import load_digits
@@ -80,7 +85,7 @@ def batches(count, epoch):
     return order.split(BATCH)
 
 
-def main():
+def main(compiles=False):
     P = distdl.world()
     reads = P.rank == 0  # worker 0 also trains the sequential network
     (images, classes), test = read_digits() if reads else ((None, None), (None, None))
@@ -89,10 +94,13 @@ def main():
     network = distributed_lenet(P)
     criterion = DistributedCrossEntropyLoss(P[:2].reshape(1, 2))
     optimiser = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    step = gradients_of(network, criterion)
+    if compiles:
+        step = distdl.compile(step)
     if reads:
         torch.manual_seed(0)
         sequential = sequential_lenet()
-        sequential_criterion = nn.CrossEntropyLoss()
+        sequential_step = gradients_of(sequential, nn.CrossEntropyLoss())
         sequential_optimiser = torch.optim.SGD(sequential.parameters(), lr=0.05, momentum=0.9)
     for name, layout, whole in sequential_parameters(P, network, sequential if reads else None):
         network.get_parameter(name).data = layout.block(whole).clone()
@@ -101,9 +109,9 @@ def main():
         losses = torch.zeros(2).double()
         for batch in tqdm(batches(count, epoch), f"epoch {epoch + 1}", leave=False, disable=None if reads else True):
             x = images[batch] if reads else zero_volume_tensor(len(batch), dtype=torch.float64)
-            loss = train(network, criterion, optimiser, x, classes[batch] if reads else None)
+            loss = train(step, optimiser, x, classes[batch] if reads else None)
             if reads:
-                theirs = train(sequential, sequential_criterion, sequential_optimiser, x, classes[batch])
+                theirs = train(sequential_step, sequential_optimiser, x, classes[batch])
                 losses += torch.stack([loss, theirs]) * len(batch) / count
         if reads:
             ours, theirs = losses.tolist()
@@ -118,13 +126,23 @@ def main():
         raise SystemExit(f"the network is not what it should be: at least {LEAST_ACCURACY:.0%}, and at most 1e-8 apart")
 
 
-def train(network, criterion, optimiser, x, target):
+def gradients_of(network, criterion):
+    """A function that computes the loss, and adds its gradients to those of the weights."""
+
+    def step(x, target):
+        loss = criterion(network(x), target)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def train(step, optimiser, x, target):
     """One step of the optimiser; returns the loss before it."""
     optimiser.zero_grad()
-    loss = criterion(network(x), target)
-    loss.backward()
+    loss = step(x, target)
     optimiser.step()
-    return loss.detach()
+    return loss
 
 
 def sequential_parameters(P, network, sequential):
@@ -153,4 +171,4 @@ def evaluate(P, network, images, classes):
 
 
 if __name__ == "__main__":
-    distdl.run_workers(main)
+    distdl.run_workers(partial(main, "--compile" in sys.argv[1:]))

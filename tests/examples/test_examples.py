@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,14 @@ def lenet(printed):
 @pytest.mark.timeout(LIMIT + 20)
 def test_lenet_equals_the_sequential_network_and_learns(job):
     epochs, accuracy = lenet(printed_by(job, "threads", "lenet_digits"))
+    assert epochs >= 2 and accuracy >= 96
+
+
+def test_lenet_with_a_compiled_step_equals_the_sequential_network(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lenet_digits.py", "--compile"])
+    with warnings.catch_warnings(action="error", category=UserWarning):  # a step that stays as it is warns
+        runpy.run_path(str(EXAMPLES / "lenet_digits.py"), run_name="__main__")
+    epochs, accuracy = lenet(capsys.readouterr().out)
     assert epochs >= 2 and accuracy >= 96
 
 

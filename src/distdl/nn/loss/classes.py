@@ -20,6 +20,7 @@ from distdl.ops.class_places import CLASS_NUMBERS
 from distdl.partition import Layout, Partition, Signature
 from distdl.partition.arguments import checks_arguments
 from distdl.tensors.connection import zeros_on
+from distdl.tensors.recorders import as_one_call, here
 from distdl.transport import Label
 
 _TARGET, _WEIGHT = 1, 2  # which of the tensors they are that are agreed on
@@ -234,13 +235,31 @@ class DistributedCrossEntropyLoss(_ClassLoss):
 
 
 def _strays(target: Any, classes: int, ignore_index: int) -> tuple[int, int]:
-    """This worker's lowest and highest class number, if one of them is out of range; else zeros."""
+    """This worker's lowest and highest class number, if one of them is out of range; else zeros.
+
+    While a step is recorded they are zeros, and each replay checks the numbers that it gets.
+    """
+    if here.recorder is not None:
+        if classes and target.dtype in CLASS_NUMBERS:
+            _check_in_replay(target, classes, ignore_index)
+        return 0, 0
     if not classes or not can_be_read(target) or target.dtype not in CLASS_NUMBERS:
         return 0, 0
     lowest, highest = _range(target)
     if lowest < 0 or highest >= classes:
         lowest, highest = _range(target[target.long() != ignore_index])
     return (lowest, highest) if lowest < 0 or highest >= classes else (0, 0)
+
+
+@as_one_call
+def _check_in_replay(target: torch.Tensor, classes: int, ignore_index: int) -> None:
+    """Raises: ValueError, on this worker, for a class number that is out of range."""
+    lowest, highest = _range(target[target.long() != ignore_index])
+    if lowest < 0 or highest >= classes:
+        raise ValueError(
+            f"a loss needs class numbers from 0 to {classes - 1}, or {ignore_index} to ignore a place; this worker has "
+            f"{lowest if lowest < 0 else highest}"
+        )
 
 
 def _range(numbers: torch.Tensor) -> tuple[int, int]:
