@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from distdl.transport.callsite import Place, Site, put
+from distdl.transport.callsite import ORIGINS, Origin, Place, Site, put
 
 HERE = Path(__file__)
 
@@ -47,3 +47,12 @@ def test_lines_of_installed_packages_are_not_the_users():
 
 def test_a_thread_that_has_ended_has_no_site():
     assert str(Site.of(0)) == ""
+
+
+def test_generated_code_is_where_its_line_comes_from():
+    scope = {"Site": Site, "thread": threading.get_ident(), ORIGINS: {2: Origin("encoder.0", "net.py:14", "add")}}
+    exec(compile("def call():\n    return Site.of(thread)", "<generated>", "exec"), scope)
+    call = scope["call"]
+    generated = call()
+    assert (generated.path, generated.line) == ("encoder.0", "net.py:14")
+    assert generated.called.endswith(f"test_callsite.py:{line_of('generated = call()')}")

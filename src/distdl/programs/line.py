@@ -16,6 +16,7 @@ import torch
 
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.programs.calls import Call, Step, Value, values_in
+from distdl.transport.callsite import ORIGINS, Origin
 
 _NUMBERS = count()
 
@@ -29,34 +30,41 @@ class Source:
     Attributes:
         text: Python.
         names: what the text does not define.
+        origins: what its lines repeat, by their numbers.
     """
 
     def __init__(self, step: Step) -> None:
         self.names: dict[str, Any] = {}
         self._known: dict[Any, str] = {}
         self._kept: list[Any] = []
-        body = list(self._body(step))
-        self.text = "\n".join(["def line(arguments):", *(f"    {one}" for one in body)]) + "\n"
+        self.origins: dict[int, Origin] = {}
+        texts = ["def line(arguments):"]
+        for text, call in self._body(step):
+            texts.append(f"    {text}")
+            if call is not None:
+                self.origins[len(texts)] = Origin(call.path, call.line, call.name)
+        self.text = "\n".join(texts) + "\n"
 
     def compiled(self) -> Callable[[list[torch.Tensor]], Any]:
         """The function."""
         file = f"<a step of distdl.compile, {next(_NUMBERS)}>"
         linecache.cache[file] = len(self.text), None, self.text.splitlines(keepends=True), file
-        scope = dict(self.names)
+        scope = {**self.names, ORIGINS: self.origins}
         exec(compile(self.text, file, "exec"), scope)  # the text is our own
         line: Callable[[list[torch.Tensor]], Any] = scope["line"]
         return line
 
-    def _body(self, step: Step) -> Iterator[str]:
+    def _body(self, step: Step) -> Iterator[tuple[str, Call | None]]:
         last = _last_uses(step)
-        yield from self._sources(step)
+        for text in self._sources(step):
+            yield text, None
         for place, call in enumerate(step.calls):
             gone = [value for value in dict.fromkeys((*call.read(), *call.given())) if last[value] == place]
-            yield self._statement(call, {value for value in call.given() if last[value] == place})
+            yield self._statement(call, {value for value in call.given() if last[value] == place}), call
             dying = [f"v{int(value)}" for value in gone if value not in call.given()]
             if dying:
-                yield f"del {', '.join(dying)}"
-        yield f"return {self._text(step.result)}"
+                yield f"del {', '.join(dying)}", None
+        yield f"return {self._text(step.result)}", None
 
     def _sources(self, step: Step) -> Iterator[str]:
         used = {value for call in step.calls for value in call.read()} | set(values_in(step.result))
@@ -111,6 +119,18 @@ class Source:
             self.names[name] = one
             self._kept.append(one)
         return self._known[key]
+
+
+def failed(error: BaseException) -> str:
+    """What a line called when an error was raised in it, with module and the user's line."""
+    trace = error.__traceback__
+    while trace is not None:
+        origin = Origin.of(trace.tb_frame, trace.tb_lineno)
+        if origin is not None:
+            where = [f"module {origin.path}"] if origin.path else []
+            return f"{origin.call} ({', '.join([*where, origin.line])})"
+        trace = trace.tb_next
+    return "what it reads"
 
 
 def _pattern(results: Any, read: set[Value]) -> str:

@@ -17,7 +17,7 @@ from distdl.globals.tensor.structures import tensors_in
 from distdl.programs.beside import Written, agree, differing, giver_of
 from distdl.programs.calls import Step
 from distdl.programs.inductor import with_inductor
-from distdl.programs.line import Source
+from distdl.programs.line import Source, failed
 from distdl.programs.matching import difference
 from distdl.programs.owners import Owners
 from distdl.programs.passes.dead import without_dead
@@ -40,6 +40,7 @@ class Worker:
 
     def __init__(self, function: Callable[..., Any], signatures: int, check: bool, backend: str) -> None:
         self.function, self._most = function, signatures
+        self._name = getattr(function, "__name__", "a step")
         self._checks, self._debugs = check, environment.debug()
         self._inductor = backend == "inductor" and not self._debugs  # which compares bits
         self.programs: dict[Any, list[Program]] = {}
@@ -153,8 +154,8 @@ class Worker:
 
     def _tell(self, program: Program) -> None:
         text, line = program.reasons[0]
-        name = getattr(self.function, "__name__", "a step")
-        warnings.warn(f"distdl.compile: {name} stays as it is: {text}{f' ({line})' if line else ''}", stacklevel=2)
+        told = f"{text} ({line})" if line else text
+        warnings.warn(f"distdl.compile: {self._name} stays as it is: {told}", stacklevel=2)
 
     def _replay_beside(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """Call the function, put back what it has written, and replay.
@@ -185,10 +186,10 @@ class Worker:
         told = agree(program.comm, text)
         if told:
             program.line, program.reasons = None, [("its replay was another one than the step as it is", "")]
-            name = getattr(self.function, "__name__", "a step")
             raise RuntimeError(
-                f"a replay of {name} differs from the step as it is: {told} is another one. A replay calls no Python "
-                "of yours, and this step depends on something that distdl.compile does not see. Pass it as an argument"
+                f"a replay of {self._name} differs from the step as it is: {told} is another one. A replay calls no "
+                "Python of yours, and this step depends on something that distdl.compile does not see. "
+                "Pass it as an argument"
             )
 
     def _replay(self, program: Program, tensors: list[torch.Tensor]) -> Any:
@@ -203,7 +204,11 @@ class Worker:
                     around.enter_context(torch.autocast(device, enabled=False))
             around.enter_context(torch.no_grad())
             around.enter_context(torch._C._AutoDispatchBelowAutograd())
-            found = program.line(tensors)
+            try:
+                found = program.line(tensors)
+            except BaseException as error:
+                error.add_note(f"(in a replay of {self._name}, which repeats {failed(error)})")
+                raise
         return program.result.made(found)
 
 

@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+ORIGINS = "_distdl_origins"
+"""The global name under which generated code has an :class:`Origin` for each of its lines, by their numbers."""
+
 _PLACE = "_distdl_place"
 _NOT_THE_USERS = ("distdl.", "torch.")  # modules of which no line is the place of a call
 _OURS = str(Path(__file__).parents[1]) + os.sep
@@ -35,6 +38,26 @@ class Place(NamedTuple):
     def of(self, name: str) -> Place:
         """That of a module in this one."""
         return Place(f"{self.path}.{name}" if self.path and name else self.path or name, self.fallback)
+
+
+class Origin(NamedTuple):
+    """What a line of generated code repeats.
+
+    Attributes:
+        path: of the module in whose forward, or in the backward of whose forward it was.
+        line: of the user's, as ``train.py:28``.
+        call: what is called.
+    """
+
+    path: str
+    line: str
+    call: str
+
+    @classmethod
+    def of(cls, frame: FrameType, number: int) -> Origin | None:
+        """That of a line of a frame; None if its code is not generated."""
+        found: Origin | None = frame.f_globals.get(ORIGINS, {}).get(number)
+        return found
 
 
 def put(module: torch.nn.Module, place: Place) -> None:
@@ -96,7 +119,10 @@ class Site(NamedTuple):
     def _of(cls, frame: FrameType | None) -> Site:
         line = path = called = ""
         while frame is not None:
-            if frame.f_code is _CALL:
+            origin = Origin.of(frame, frame.f_lineno)
+            if origin is not None:
+                path, line, called = path or origin.path, line or origin.line, ""
+            elif frame.f_code is _CALL:
                 place: Place = frame.f_locals["self"].__dict__.get(_PLACE, Place())
                 path, called = path or place.path, ""
             elif not is_librarys(frame) and not _is_installed(frame.f_code.co_filename):
