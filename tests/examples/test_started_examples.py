@@ -9,9 +9,9 @@ from launchers import ended, imported, mpirun, torchrun
 DOCS = Path(__file__).parents[2] / "docs"
 COMMANDS = {
     "distdl run -n 3": lambda script: [*imported(), "-m", "distdl", "run", "-n", "3", str(script)],
+    "distdl run -n 2 --backend gloo": lambda script: torchrun(2, script),
     "distdl run -n 4 --backend gloo": lambda script: torchrun(4, script),  # what the command starts
     "mpirun --oversubscribe -n 4 python": lambda script: mpirun(4, script, python=imported()),
-    "torchrun --nproc-per-node 2": lambda script: torchrun(2, script),
     "torchrun --nproc-per-node 4": lambda script: torchrun(4, script),
 }
 EXAMPLE = re.compile(r"<!-- run: (.*?) -->\n```python\n(.*?)```\n.*?```text\n(.*?)```", re.DOTALL)
