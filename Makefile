@@ -10,7 +10,7 @@
 # make newest  the tests with the newest torch and NumPy that pip finds, not those of constraints.txt (20 minutes)
 # make matrix  the sdist and wheel, tried in an empty environment for each of PYTHONS (TORCH="torch==2.13.*" chooses torch)
 # make lint    ruff and mypy alone
-# make bench   time against the transports, and of whole models, written to benchmarks/results (an hour)
+# make bench   time against the transports, of whole models, written to benchmarks/results, and of compiled steps (an hour)
 # make docs    the documentation, in docs/_build
 # make tutorials   only runs the tutorials of the documentation (a minute)
 # make audit   the installed dependencies against constraints.txt, without a network
@@ -85,6 +85,7 @@ lint: $(VENV)/test.installed
 
 bench: $(VENV)/bench.installed
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/programs.py
 
 docs: $(VENV)/docs.installed
 	$(BIN)/python -m sphinx -W -b html docs docs/_build
