@@ -12,6 +12,7 @@
 # make lint    ruff and mypy alone
 # make bench   time against the transports, of whole models, written to benchmarks/results, and of compiled steps (an hour)
 # make docs    the documentation, in docs/_build
+# make pages   the built documentation: its links, and its pages as a headless Chromium shows them
 # make tutorials   only runs the tutorials of the documentation (a minute)
 # make audit   the installed dependencies against constraints.txt, without a network
 #
@@ -28,7 +29,7 @@ TORCH ?= torch
 CODE = $(or $(wildcard $(shell git ls-files '*.py' '*.md' 2>/dev/null)),\
 	README.md CHANGELOG.md .ci benchmarks docs examples src tests tools)
 
-.PHONY: demo test sweep fuzz models tried soak hosts faults newest matrix lint bench docs tutorials audit clean
+.PHONY: demo test sweep fuzz models tried soak hosts faults newest matrix lint bench docs pages tutorials audit clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python examples/lenet_digits.py
@@ -94,6 +95,9 @@ tutorials: $(VENV)/docs.installed
 	set -e; for script in docs/tutorials/plot_*.py; do \
 		echo "$$script"; MPLBACKEND=agg timeout 120 $(BIN)/python "$$script"; \
 	done
+
+pages: docs
+	$(BIN)/python tools/pages.py docs/_build
 
 audit: $(VENV)/test.installed
 	$(BIN)/python tools/audit.py
