@@ -1,9 +1,9 @@
 """
-Prove your own model
-====================
+A mistake that raises no error
+==============================
 
-A distributed model that is wrong seldom crashes. It trains, a little worse. This page takes a model with a mistake of
-this kind. Nobody would see it in the losses. :func:`distdl.verify` finds it, and says in which module.
+A distributed model that is wrong seldom crashes. It computes something else, and trains. This page takes two models
+with a mistake of this kind. :func:`distdl.verify` finds it, and says in which module.
 """
 
 import copy
