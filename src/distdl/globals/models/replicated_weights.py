@@ -18,7 +18,7 @@ from distdl.globals.moving.buffer_writes import value_to_store
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.gradient_sums import Which, enter, enter_apart, settle
 from distdl.globals.tensor.replicas import Replica
-from distdl.globals.tensor.stale import address_of
+from distdl.globals.tensor.stale import address_of, storage_of
 from distdl.nn.module import Module
 from distdl.partition import Partition
 
@@ -89,7 +89,7 @@ class ReplicatedWeights:
     def _share_memory(self) -> bool:
         """Whether there are replicas that still share memory with their parameters. ``model.half()`` ends that."""
         replica = next(iter(self._replicas.values()), None)
-        return replica is not None and replica._plain.data_ptr() == replica._variable.data_ptr()
+        return replica is not None and storage_of(replica._plain) == storage_of(replica._variable)
 
     def _keep_replicas(
         self, context: Context, parameters: Sequence[torch.Tensor], entered: Sequence[torch.Tensor]

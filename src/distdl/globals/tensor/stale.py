@@ -66,13 +66,13 @@ def computed_from(replicas: Sequence[Replica], plain: torch.Tensor, context: Con
     """Make a replica of a plain tensor that was computed from replicas. A view of one of them goes stale with it."""
     made = Replica._of(plain, context)
     for one in replicas:
-        if one._since is not None and _storage(one) == _storage(plain):
+        if one._since is not None and storage_of(one) == storage_of(plain):
             made._since = one._since
             break
     return made
 
 
-def _storage(x: torch.Tensor) -> int:
+def storage_of(x: torch.Tensor) -> int:
     storage: int = plain_of(x).untyped_storage()._cdata
     return storage
 
