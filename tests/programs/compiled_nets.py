@@ -127,31 +127,36 @@ def bits(tensor):
     return (tensor._block if type(tensor) is distdl.GlobalTensor else tensor).clone()
 
 
-def trained(name, wrap, steps=STEPS, zero=True):
-    """Train on this worker. Returns the step, and the bits that each step leaves."""
+def trained(name, wrap, steps=STEPS, zero=True, of="step"):
+    """Train on this worker. Returns what was wrapped, and the bits that each step leaves.
+
+    Args:
+        of: what is wrapped: ``step``, or ``model``, whose inputs require gradients then.
+    """
     make, grid, extents, targets, options = NETS[name]
     P = distdl.world()
     grid = tuple(P.comm.size if n == -1 else n for n in grid)
     model = distdl.distribute(weighted(make()), grid, **options)
     optimiser = torch.optim.AdamW(model.parameters(), 0.01)
+    called = wrap(model) if of == "model" else model
 
     def step(x, target):
-        loss = functional.mse_loss(model(x), target)
+        loss = functional.mse_loss(called(x), target)
         loss.backward()
         return loss
 
-    step = wrap(step)
+    step = wrap(step) if of == "step" else step
     of_target = grid if len(targets) == len(extents) else (P.comm.size, 1)
     left = []
     for number in range(steps):
-        x = distdl.distribute_tensor(noise(extents, number), grid)
+        x = distdl.distribute_tensor(noise(extents, number), grid).requires_grad_(of == "model")
         target = distdl.distribute_tensor(noise(targets, 100 + number), of_target)
         if zero:
             optimiser.zero_grad()
         loss = step(x, target)
-        found = [("loss", bits(loss))]
+        found = [("loss", bits(loss))] + ([("gradient of x", bits(x.grad))] if of == "model" else [])
         found += [(f"gradient of {key}", bits(one.grad)) for key, one in model.named_parameters()]
         optimiser.step()
         found += [(key, bits(one)) for key, one in (*model.named_parameters(), *model.named_buffers())]
         left.append(found)
-    return step, left
+    return (step if of == "step" else called), left

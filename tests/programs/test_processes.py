@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from launchers import ended, mpirun, torchrun
-from train_compiled import NAMES
+from train_compiled import MODELS, NAMES
 
 _HERE = Path(__file__).parent
 
@@ -14,4 +14,5 @@ _HERE = Path(__file__).parent
 def test_a_replay_has_the_bits_of_the_step(launch):
     done = ended(launch(3, _HERE / "train_compiled.py", "3"))
     assert done.returncode == 0, done.stderr
-    assert [f"{name}: the same bits" in done.stdout for name in NAMES] == [True] * len(NAMES)
+    told = [*(f"{name}, step" for name in NAMES), *(f"{name}, model" for name in MODELS)]
+    assert [f"{one}: the same bits" in done.stdout for one in told] == [True] * len(told)

@@ -9,7 +9,9 @@ import torch
 
 from distdl.programs.calls import Step
 from distdl.programs.counts import Counts
+from distdl.programs.halves import Halves
 from distdl.programs.line import Source
+from distdl.programs.printing import shown
 from distdl.programs.reach import State
 from distdl.programs.structures import Result
 from distdl.transport.communicator import Communicator
@@ -26,6 +28,7 @@ class Program:
         comm: what its messages go through; None if there are none.
         draws: whether it draws from torch's own generators.
         checked: whether a replay was compared with the step as it is.
+        halves: of a model that is trained: the lines of its forward and backward.
     """
 
     def __init__(self, number: int, comm: Communicator | None, keeps: Any) -> None:
@@ -34,12 +37,19 @@ class Program:
         self.result: Result | None = None
         self.line: Callable[[list[torch.Tensor]], Any] | None = None
         self.source: Source | None = None
+        self.halves: Halves | None = None
         self.reasons: list[tuple[str, str]] = []
         self.state: State | None = None
         self.recorded = self.replays = 0
         self.draws = self.checked = False
         self.comm = comm
         self._keeps = keeps  # what the signature names by its id
+
+    def __str__(self) -> str:
+        if self.halves is not None:
+            parts = zip(("forward", "backward"), self.halves.steps, strict=True)
+            return "\n\n".join(shown(step, f"signature {self.number}, {part}") for part, step in parts)
+        return shown(self.step, f"signature {self.number}") if self.line and self.step else "# no line"
 
     @property
     def counts(self) -> Counts | None:

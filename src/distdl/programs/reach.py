@@ -137,9 +137,13 @@ class Reach:
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         self.tensors.setdefault(id(tensor), (name, tensor))
 
-    def state(self) -> State:
-        """How all of it is now."""
-        return State(self)
+    def state(self, gradients: bool = True) -> State:
+        """How all of it is now.
+
+        Args:
+            gradients: whether it matters which parameters have a gradient.
+        """
+        return State(self, gradients)
 
     def names(self) -> Iterator[tuple[Any, str, Any]]:
         return iter(self._names)
@@ -183,7 +187,8 @@ def _is_users(hook: Any) -> bool:
 class State:
     """How what a function reaches was at some time. (Lists are compared at the speed of C.)"""
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach, gradients: bool) -> None:
+        self._gradients = gradients
         self._names = list(reach.names())
         self._cells = list(reach.cells())
         self._modules = list(reach.modules)
@@ -213,7 +218,7 @@ class State:
         every: list[Any] = [*self._plain, *[one._block for one in self._global]]
         return [
             *[one.requires_grad for one in every],
-            *[one.requires_grad and one.is_leaf and one.grad is not None for one in every],
+            *[self._gradients and one.requires_grad and one.is_leaf and one.grad is not None for one in every],
             *[one._backward_hooks is None for one in every],
             *[(one.dtype, one.shape, one.stride()) for one in every],
         ]

@@ -75,7 +75,11 @@ class Recorder(TorchDispatchMode):
         self._count, self._reserved, self._is_paused = 0, 0, False
         self._message: Call | None = None  # the one whose messages are under way just now
         for number, one in enumerate(arguments):
-            owners.add(Source("argument", number, f"argument {number}"), one)
+            self.argument(number, one, f"argument {number}")
+
+    def argument(self, number: int, tensor: torch.Tensor, name: str) -> None:
+        """Note that a tensor comes from outside, and is another one in each call."""
+        self._owners.add(Source("argument", number, name), tensor)
 
     # -- what is recorded
 

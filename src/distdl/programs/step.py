@@ -7,8 +7,12 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
+import torch
+
 from distdl.environment.arguments import checks_arguments
+from distdl.programs.compiled_model import CompiledModel, compiled_model
 from distdl.programs.inductor import assert_can_compile
+from distdl.programs.models import ModelWorker
 from distdl.programs.printing import shown
 from distdl.programs.program import Program
 from distdl.programs.worker import Worker
@@ -18,9 +22,11 @@ class CompiledStep:
     """A function whose calls become a line (see :func:`compile`)."""
 
     def __init__(self, function: Callable[..., Any], signatures: int, check: bool, backend: str) -> None:
-        self._function, self._signatures, self._checks, self._backend = function, signatures, check, backend
+        self._function, self.options = function, (signatures, check, backend)
         self._here = threading.local()
-        update_wrapper(self, function)
+        self._is_model = isinstance(function, torch.nn.Module)
+        if not self._is_model:  # it has names of its own
+            update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._worker().call(args, kwargs)
@@ -28,7 +34,8 @@ class CompiledStep:
     def _worker(self) -> Worker:
         found: Worker | None = getattr(self._here, "worker", None)
         if found is None:
-            found = self._here.worker = Worker(self._function, self._signatures, self._checks, self._backend)
+            kind = ModelWorker if self._is_model else Worker
+            found = self._here.worker = kind(self._function, *self.options)
         return found
 
     def explain(self) -> str:
@@ -67,20 +74,26 @@ def compile(
     modules it reaches and which of their parameters require gradients and have one, training mode, gradient mode and
     autocast. If any of it changes, the call runs as it is, and a line of its own is recorded.
 
+    ``distdl.compile(model)`` gives a model whose forward is one node of autograd, and whose backward is a line, too. It
+    is of the model's class, and its parameters, modules and other attributes are the model's own; ``_orig_mod`` is the
+    model, which is called as it is. A call is recorded together with its first backward. Where backwards are
+    differentiated (``create_graph=True``), or begin at other results than in the recordings, the model stays as it is;
+    a replay before that is computed once more, or raises where it drew random numbers or keeps statistics.
+
     What cannot be recorded stays as it is, and warns once with the reason: a value that Python reads, a constant that
     changes, hooks, random numbers that no operator of torch draws, writing into arguments, a result that requires a
     gradient without a backward inside. ``step.explain()`` says it again.
 
     Args:
-        function: what is compiled.
+        function: what is compiled: a function that trains or predicts, or a model.
         signatures: how many are kept; the oldest goes.
         check: whether the first replay of each signature is compared with the function: it is called, what it has
             written is put back, and results, gradients, weights, statistics and random states of the replay have to
-            have the same bits. With ``DISTDL_DEBUG=1`` every replay is compared.
+            have the same bits. With ``DISTDL_DEBUG=1`` every replay is compared. Of a model, the forward is compared.
         backend: ``"line"``, or ``"inductor"``, which compiles the operators between messages before the second replay.
             Its results are those of the step up to rounding, and it needs a C++ compiler.
-    Returns: the compiled step. Its results are detached, and new memory on each call. Attributes: ``programs``, each
-        with ``counts`` of operators, messages and bytes.
+    Returns: the compiled step, whose results are detached, or the compiled model. Results are new memory on each call.
+        Attributes: ``programs``, each with ``counts`` of operators, messages and bytes.
     Raises: ValueError for no signatures and another backend; RuntimeError where ``"inductor"`` finds no C++ compiler.
         A call raises RuntimeError, the same on every worker, if a compared replay differs.
     """
@@ -92,4 +105,7 @@ def compile(
         assert_can_compile()
     if function is None:
         return lambda one: compile(one, signatures=signatures, check=check, backend=backend)
-    return CompiledStep(function, signatures, check, backend)
+    if isinstance(function, CompiledModel):
+        function = function._orig_mod
+    made = CompiledStep(function, signatures, check, backend)
+    return compiled_model(function, made) if isinstance(function, torch.nn.Module) else made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,11 +47,19 @@ def _tensor(one: torch.Tensor) -> Any:
 
 
 def overlaps(tensors: list[torch.Tensor]) -> Any:
-    """Which of several tensors begin at the same place in memory."""
+    """Which of several tensors begin at the same place in memory, and which are the same tensor."""
     if len(tensors) < 2:
         return None
     places = [one.data_ptr() if one.numel() else -1 - n for n, one in enumerate(tensors)]
-    return None if len(set(places)) == len(places) else tuple(map(places.index, places))
+    ids = list(map(id, tensors))
+    if len(set(places)) == len(set(ids)) == len(places):
+        return None
+    return tuple(map(places.index, places)), tuple(map(ids.index, ids))
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers that change when tensors are written; -1 for those of inference mode, which have none."""
+    return [-1 if one.is_inference() else one._version for one in tensors]
 
 
 def others_in(structure: Any) -> Iterator[torch.Tensor]:
@@ -101,8 +109,14 @@ class Result:
             place = len(self.tensors)
             self.tensors.append(block_of(one) if type(one) is GlobalTensor else one)
             if type(one) is GlobalTensor:
-                layout = one._layout
-                return lambda tensors: GlobalTensor._of(tensors[place], layout)
+                layout, strides, offset = one._layout, one._strides, one._offset
+
+                def made(tensors: list[torch.Tensor]) -> GlobalTensor:
+                    y = GlobalTensor._of(tensors[place], layout)
+                    y._strides, y._offset = strides, offset
+                    return y
+
+                return made
             return lambda tensors: tensors[place]
         if isinstance(one, (tuple, list)):
             makers = [self._maker(item) for item in one]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from distdl.programs.program import Program
 from distdl.programs.randomness import States
 from distdl.programs.reach import Reach, has_hook_of_all, hook_of
 from distdl.programs.recorder import Recorder
-from distdl.programs.structures import Result, described, others_in, overlaps
+from distdl.programs.structures import Result, described, others_in, overlaps, versions_of
 from distdl.tensors.recorders import here
 from distdl.transport.communicator import Communicator
 
@@ -36,15 +36,25 @@ _DEVICES = ("cpu", "cuda")
 
 
 class Worker:
-    """The programs of one worker."""
+    """The programs of one worker.
+
+    Attributes:
+        name: of the function, for people.
+        counts_gradients: whether a line depends on which parameters have a gradient.
+    """
+
+    counts_gradients = True
 
     def __init__(self, function: Callable[..., Any], signatures: int, check: bool, backend: str) -> None:
         self.function, self._most = function, signatures
-        self._name = getattr(function, "__name__", "a step")
         self._checks, self._debugs = check, environment.debug()
         self._inductor = backend == "inductor" and not self._debugs  # which compares bits
         self.programs: dict[Any, list[Program]] = {}
         self._made = 0
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", "a step")
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if here.recorder is not None:  # inside of another step, of which this is a part
@@ -59,15 +69,19 @@ class Worker:
         if _agreed(program.comm, program.number if ready else 0):
             if self._debugs or (self._checks and not program.checked):
                 return self._replay_beside(program, tensors, args, kwargs)
-            return self._replay(program, tensors)
+            return self._replay(program, tensors, args, kwargs)
         if program.state is None:
-            program.state = Reach(self.function, (args, kwargs)).state()
-            result = self.function(*args, **kwargs)
-            program.state.settle()
-            return result
+            return self._first(program, tensors, args, kwargs)
         if program.reasons or program.line is not None or _is_watched():
             return self.function(*args, **kwargs)
         return self._record(program, tensors, args, kwargs)
+
+    def _first(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        """The first call of a signature, which is as it is."""
+        program.state = Reach(self.function, (args, kwargs)).state(self.counts_gradients)
+        result = self.function(*args, **kwargs)
+        program.state.settle()
+        return result
 
     def _program(self, key: Any, named: list[Any], arguments: Any) -> Program:
         """That of a signature, with all that it can reach as it is now."""
@@ -100,34 +114,45 @@ class Worker:
 
     def _record(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         reach = Reach(self.function, (args, kwargs))
-        hook = hook_of(reach)
-        foreign = next(others_in((args, kwargs)), None)
-        if any(one.requires_grad for one in tensors):
-            return self._refuse(program, "an argument requires a gradient", "", args, kwargs)
-        if hook or foreign is not None:
-            told = f"{hook}, which a line would not call" if hook else f"an argument is a {type(foreign).__name__}"
+        told = "an argument requires a gradient" if any(one.requires_grad for one in tensors) else ""
+        told = told or self._unfit(reach, args, kwargs)
+        if told:
             return self._refuse(program, told, "", args, kwargs)
         recorder = Recorder(Owners(reach.tensors.values()), tensors, reach.paths(), program.comm)
-        states, versions = States(), [one._version for one in tensors]
+        result, found, values = self._run(program, recorder, tensors, args, kwargs)
+        if any(one.requires_grad for one in found.tensors) and not recorder.differentiates:
+            recorder.problem("its result requires a gradient, and no backward is in it")
+        self._take(program, recorder, Step(recorder.calls, recorder.sources, values, recorder.lies))
+        return result
+
+    def _unfit(self, reach: Reach, args: Any, kwargs: Any) -> str:
+        """Why a call is not worth recording; empty if it is."""
+        hook = hook_of(reach)
+        if hook:
+            return f"{hook}, which a line would not call"
+        foreign = next(others_in((args, kwargs)), None)
+        return "" if foreign is None else f"an argument is a {type(foreign).__name__}"
+
+    def _run(
+        self, program: Program, recorder: Recorder, tensors: list[torch.Tensor], args: Any, kwargs: Any
+    ) -> tuple[Any, Result, list[Any]]:
+        """Call the function while it is recorded. Returns: its result, that taken apart, and the values in it."""
+        states, versions = States(), versions_of(tensors)
         with recorder.recording():
             result = self.function(*args, **kwargs)
             found = Result(result)
-            needs = any(one.requires_grad for one in found.tensors)
             values = [recorder.result_of(one) for one in found.tensors]
         advanced = states.advanced(recorder.draws)
         if advanced:
             recorder.problem(f"{advanced} random state advances, and no operator explains it")
-        if needs and not recorder.differentiates:
-            recorder.problem("its result requires a gradient, and no backward is in it")
-        if [one._version for one in tensors] != versions:
+        if versions_of(tensors) != versions:
             recorder.problem("it writes into its arguments")
         if program.result is not None and program.result.others != found.others:
             recorder.problem("a number or another thing in its result changes")
         program.recorded += 1
         program.draws = program.draws or recorder.draws
         program.result = found
-        self._take(program, recorder, Step(recorder.calls, recorder.sources, values, recorder.lies))
-        return result
+        return result, found, values
 
     def _take(self, program: Program, recorder: Recorder, step: Step) -> None:
         """Make a line of a recording if it is the same as the one before."""
@@ -155,7 +180,7 @@ class Worker:
     def _tell(self, program: Program) -> None:
         text, line = program.reasons[0]
         told = f"{text} ({line})" if line else text
-        warnings.warn(f"distdl.compile: {self._name} stays as it is: {told}", stacklevel=2)
+        warnings.warn(f"distdl.compile: {self.name} stays as it is: {told}", stacklevel=2)
 
     def _replay_beside(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """Call the function, put back what it has written, and replay.
@@ -170,7 +195,7 @@ class Worker:
         theirs = self.function(*args, **kwargs)
         after = before.again()
         before.restore()
-        mine = self._replay(program, tensors)
+        mine = self._replay(program, tensors, args, kwargs)
         if not (shared and program.draws):
             self._compare(program, differing(mine, theirs), before.again().differs(after))
         program.checked = True
@@ -187,29 +212,46 @@ class Worker:
         if told:
             program.line, program.reasons = None, [("its replay was another one than the step as it is", "")]
             raise RuntimeError(
-                f"a replay of {self._name} differs from the step as it is: {told} is another one. A replay calls no "
-                "Python of yours, and this step depends on something that distdl.compile does not see. "
-                "Pass it as an argument"
+                f"a replay of {self.name} differs from the step as it is: {told} is another one. A replay calls no "
+                "Python of yours, and this step depends on something that distdl.compile does not see. Pass it as an "
+                "argument"
             )
 
-    def _replay(self, program: Program, tensors: list[torch.Tensor]) -> Any:
-        assert program.line is not None and program.result is not None
+    def _replay(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        assert program.result is not None
+        return program.result.made(self._found(program, tensors))
+
+    def _found(self, program: Program, tensors: list[torch.Tensor]) -> list[Any]:
+        """What the line of a program gives."""
         program.replays += 1
-        if self._inductor and program.replays == _COMPILES and program.step is not None:
-            program.line = Source(with_inductor(program.step)).compiled()
+        if self._inductor and program.replays == _COMPILES:
+            self._compile(program)
             _agreed(program.comm, 1)  # no worker goes on while torch's tracer works for another one
-        with ExitStack() as around:
-            for device in _DEVICES:
-                if torch.is_autocast_enabled(device):
-                    around.enter_context(torch.autocast(device, enabled=False))
-            around.enter_context(torch.no_grad())
-            around.enter_context(torch._C._AutoDispatchBelowAutograd())
+        assert program.line is not None
+        with below_autograd():
             try:
-                found = program.line(tensors)
+                found: list[Any] = program.line(tensors)
             except BaseException as error:
-                error.add_note(f"(in a replay of {self._name}, which repeats {failed(error)})")
+                error.add_note(f"(in a replay of {self.name}, which repeats {failed(error)})")
                 raise
-        return program.result.made(found)
+        return found
+
+    def _compile(self, program: Program) -> None:
+        """Let inductor make functions of the segments of a line."""
+        assert program.step is not None
+        program.line = Source(with_inductor(program.step)).compiled()
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Where lines run: neither autograd nor autocast sees their operators."""
+    with ExitStack() as around:
+        for device in _DEVICES:
+            if torch.is_autocast_enabled(device):
+                around.enter_context(torch.autocast(device, enabled=False))
+        around.enter_context(torch.no_grad())
+        around.enter_context(torch._C._AutoDispatchBelowAutograd())
+        yield
 
 
 def _agreed(comm: Communicator | None, number: int) -> bool:
