@@ -354,6 +354,75 @@ def test_hooks_are_refused_with_the_reason(of):
     assert len(calls) == (0 if of == "weight" else 20)
 
 
+def of_a_plain_input(model, x):
+    x = noise((2, 1, 12, 8), 5).requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return y, x.grad
+
+
+def joined(model, x):
+    # the gradients of the results are parts of one tensor
+    z = torch.cat([model(x), model(x.sin())])
+    z.square().sum().backward()
+    return z, x.grad
+
+
+def in_parts(model, x):
+    one, other = model(x).chunk(2, 2)
+    (one + other.exp()).sum().backward()
+    return one, other, x.grad
+
+
+def in_bfloat16(model, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model(x)
+    y.float().square().sum().backward()
+    return y, x.grad
+
+
+def of_inference(model, x):
+    with torch.inference_mode():
+        z = 2 * x
+    with torch.no_grad():
+        return (model(z),)
+
+
+@pytest.mark.parametrize("use", [of_a_plain_input, joined, in_parts, in_bfloat16, of_inference])
+def test_uses_of_a_model(use):
+    def work():
+        pair = Pair(lambda: nn.Conv2d(1, 2, 3, padding=1))
+        for seed in range(6):
+            pair.both(use, seed)
+        assert pair.lines() == [True] * (1 + (use is joined)), pair.model.explain()
+
+    on_threads(work)
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Conv2d(1, 4, 3, padding=1)
+
+    def forward(self, x):
+        return self.inner(x).chunk(2, 1)
+
+
+def test_results_that_lie_side_by_side_in_one_memory():
+    def written(model, x):
+        one, other = model(x)
+        (one + other.exp()).sum().backward()
+        return one, other, x.grad
+
+    def work():
+        pair = Pair(Parts)
+        for seed in range(5):
+            pair.both(written, seed)
+        assert pair.lines() == [True], pair.model.explain()
+
+    on_threads(work)
+
+
 class Reads(nn.Module):
     def __init__(self, way):
         super().__init__()

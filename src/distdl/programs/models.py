@@ -95,7 +95,8 @@ class ModelWorker(Worker):
             return self._refuse(program, told, "", args, kwargs)
         cut, (given, named) = _cut(tensors, (args, kwargs))
         recorder = Recorder(Owners(reach.tensors.values()), tensors, reach.paths(), program.comm)
-        drawn, number = _drawn(program), next_node()
+        known = [leaf_of(one) for _, one in reach.tensors.values()]
+        number, before = next_node(), (_drawn(program), versions_of(known))
         result, found, values = self._run(program, recorder, tensors, given, named)
         results, found.tensors = found.tensors, []
         requires = [one.requires_grad for one in results]
@@ -107,7 +108,6 @@ class ModelWorker(Worker):
         told = unfit_graph(results, [], inner, number)
         if told and cut:
             raise RuntimeError(_FOREIGN.format(self.name, told))
-        known = [leaf_of(one) for _, one in reach.tensors.values()]
         told = told or _unfit_result(result, results, [*tensors, *known])
         if told:
             recorder.problem(told)
@@ -115,14 +115,15 @@ class ModelWorker(Worker):
             program.reasons = recorder.problems
             self._tell(program)
             return found.made(list(Graph(results, inner, outer).joined())) if cut else result
-        repeatable = not recorder.draws and drawn == _drawn(program) and self._keeps_no_statistics()
+        same = before == (_drawn(program), versions_of(known))
+        repeatable = same and not recorder.draws and self._keeps_no_statistics()
 
         def finish(gradients: list[Any], begin: int, strides: list[Strides]) -> None:
             if program.line is not None or program.reasons:
                 return
             if any(call.kind == "gradient" for call in recorder.calls):
                 recorder.problem("it sets gradients itself")
-            compared = [values, gradients, begin, strides, list(map(id, owners))]
+            compared = [values, gradients, begin, strides, requires, list(map(id, owners))]
             joint = Joint(recorder.calls, recorder.sources, compared, recorder.lies, begin, len(tensors), strides)
             self._take(program, recorder, joint)
             if program.line is not None:

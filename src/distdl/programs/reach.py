@@ -218,10 +218,14 @@ class State:
         every: list[Any] = [*self._plain, *[one._block for one in self._global]]
         return [
             *[one.requires_grad for one in every],
-            *[self._gradients and one.requires_grad and one.is_leaf and one.grad is not None for one in every],
+            *[one.requires_grad and one.is_leaf and self._has(one.grad) for one in every],
             *[one._backward_hooks is None for one in every],
             *[(one.dtype, one.shape, one.stride()) for one in every],
         ]
+
+    def _has(self, gradient: Any) -> bool:
+        """Whether there is a gradient that matters: a forward gathers one that is a global tensor."""
+        return gradient is not None if self._gradients else type(gradient) is GlobalTensor
 
     def settle(self) -> None:
         """Leave out the numbers that the function itself has changed since, as counts of its calls."""
