@@ -254,7 +254,14 @@ def scaled(model):
     model[1].negative_slope = 0.5
 
 
-CHANGES = [halved, loaded, scaled, assigned, replaced, frozen, evaluated, hooked]
+def hooked_behind(model):
+    def double(bias):
+        bias.grad.mul_(2)
+
+    model[2].bias.register_post_accumulate_grad_hook(double)
+
+
+CHANGES = [halved, loaded, scaled, assigned, replaced, frozen, evaluated, hooked, hooked_behind]
 
 
 def unet():

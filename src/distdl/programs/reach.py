@@ -220,6 +220,7 @@ class State:
             *[one.requires_grad for one in every],
             *[one.requires_grad and one.is_leaf and self._has(one.grad) for one in every],
             *[one._backward_hooks is None for one in every],
+            *[one._post_accumulate_grad_hooks is None for one in every],
             *[(one.dtype, one.shape, one.stride()) for one in every],
         ]
 
