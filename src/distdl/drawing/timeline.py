@@ -9,7 +9,7 @@ from distdl.drawing.moves import amount
 from distdl.drawing.scene import LETTER, LINE, Arrow, Panel, Rect, Scene, composed
 from distdl.programs import CompiledStep
 from distdl.programs.calls import Call, Value
-from distdl.programs.printing import by_worker, label_of
+from distdl.programs.printing import by_worker
 from distdl.programs.program import Program
 
 _MESSAGE, _WORK, _BETWEEN = 15.0, 13.0, 118.0  # pixels: down for a message, down for operators, between two lanes
@@ -40,7 +40,7 @@ class _Exchange:
     @property
     def name(self) -> str:
         """Which layer it is for."""
-        name = f"{self.call.path}: {label_of(self.call)}" if self.call.path else label_of(self.call)
+        name = f"{self.call.path}: {self.call.label}" if self.call.path else self.call.label
         return name if self.begins else f"wait for {name}"
 
 

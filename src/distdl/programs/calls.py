@@ -102,6 +102,13 @@ class Call:
         yield from values_in(self.results)
 
     @property
+    def label(self) -> str:
+        """The name of the layer whose messages begin."""
+        owner = getattr(self.function, "__self__", None)
+        label = getattr(owner, "label", None) or getattr(getattr(owner, "operator", None), "label", None)
+        return str(label) if label is not None else self.name
+
+    @property
     def name(self) -> str:
         """What it calls, for people."""
         if self.kind == "operator":

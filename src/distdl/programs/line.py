@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from types import MethodType
 from typing import Any
 
-import torch
+from torch.profiler import record_function
 
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.programs.calls import Call, Step, Value, values_in
@@ -26,39 +27,44 @@ class Source:
 
     Args:
         step: what is to be done.
-        arguments: how many tensors the line takes.
+        followed: whether the line also takes a function that it calls with the path of each module to which it comes,
+            and names messages in a profile.
     Attributes:
         text: Python.
         names: what the text does not define.
         origins: what its lines repeat, by their numbers.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, followed: bool = False) -> None:
+        self._followed = followed
         self.names: dict[str, Any] = {}
         self._known: dict[Any, str] = {}
         self._kept: list[Any] = []
         self.origins: dict[int, Origin] = {}
-        texts = ["def line(arguments):"]
+        texts = [f"def line(arguments{', follow' if followed else ''}):"]
         for text, call in self._body(step):
             texts.append(f"    {text}")
             if call is not None:
                 self.origins[len(texts)] = Origin(call.path, call.line, call.name)
         self.text = "\n".join(texts) + "\n"
 
-    def compiled(self) -> Callable[[list[torch.Tensor]], Any]:
+    def compiled(self) -> Callable[..., Any]:
         """The function."""
         file = f"<a step of distdl.compile, {next(_NUMBERS)}>"
         linecache.cache[file] = len(self.text), None, self.text.splitlines(keepends=True), file
         scope = {**self.names, ORIGINS: self.origins}
         exec(compile(self.text, file, "exec"), scope)  # the text is our own
-        line: Callable[[list[torch.Tensor]], Any] = scope["line"]
+        line: Callable[..., Any] = scope["line"]
         return line
 
     def _body(self, step: Step) -> Iterator[tuple[str, Call | None]]:
-        last = _last_uses(step)
+        last, path = _last_uses(step), ""
         for text in self._sources(step):
             yield text, None
         for place, call in enumerate(step.calls):
+            if self._followed and call.kind != "gradient" and call.path != path:
+                path = call.path
+                yield f"follow({path!r})", None
             gone = [value for value in dict.fromkeys((*call.read(), *call.given())) if last[value] == place]
             yield self._statement(call, {value for value in call.given() if last[value] == place}), call
             dying = [f"v{int(value)}" for value in gone if value not in call.given()]
@@ -88,6 +94,8 @@ class Source:
         function = getattr(call.function, "_op", call.function)
         given = [*(self._text(one) for one in call.args), *(f"{k}={self._text(v)}" for k, v in call.kwargs.items())]
         stem = call.name.rpartition(".")[2] if call.kind != "operator" else call.name.split(".")[1]
+        if self._followed and call.kind == "begin":
+            function = partial(_profiled, call.label, function)
         text = f"{self._name(function, stem)}({', '.join(given)})"
         read = [value for value in values_in(call.results) if value not in unread]
         return f"{_pattern(call.results, set(read))} = {text}" if read else text
@@ -131,6 +139,11 @@ def failed(error: BaseException) -> str:
             return f"{origin.call} ({', '.join([*where, origin.line])})"
         trace = trace.tb_next
     return "what it reads"
+
+
+def _profiled(label: str, function: Callable[..., Any], *args: Any) -> Any:
+    with record_function(label):
+        return function(*args)
 
 
 def _pattern(results: Any, read: set[Value]) -> str:

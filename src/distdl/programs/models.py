@@ -94,6 +94,7 @@ class ModelWorker(Worker):
         if told:
             return self._refuse(program, told, "", args, kwargs)
         cut, (given, named) = _cut(tensors, (args, kwargs))
+        program.modules = {path: module for module, path in reach.modules.items()}
         recorder = Recorder(Owners(reach.tensors.values()), tensors, reach.paths(), program.comm)
         known = [leaf_of(one) for _, one in reach.tensors.values()]
         number, before = next_node(), (_drawn(program), versions_of(known))

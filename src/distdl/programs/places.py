@@ -42,13 +42,23 @@ class Places:
             found = found.f_back
         node = torch._C._current_autograd_node()
         if node is not None:
-            place = bisect_left(self._numbers, node._sequence_nr() + 1)
-            return path or (self._made[place] if place < len(self._made) else ""), line
+            return path or self._maker(node._sequence_nr() + 1), line
         number = torch.autograd._get_sequence_nr()
         if not self._numbers or number > self._numbers[-1]:
             self._numbers.append(number)
             self._made.append(path)
         return path, line
+
+    def _maker(self, number: int) -> str:
+        """The path of the module that has made a node: that of the call that was recorded next.
+
+        A node without a call is of the module around the next call's, if that had made the call before.
+        """
+        place = bisect_left(self._numbers, number)
+        if place == len(self._made):
+            return ""
+        found, before = self._made[place], self._made[place - 1] if place else ""
+        return before if self._numbers[place] != number and found.startswith(f"{before}.") else found
 
     def _is_librarys(self, frame: FrameType) -> bool:
         found = self._librarys.get(frame.f_code)

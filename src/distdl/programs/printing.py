@@ -57,16 +57,9 @@ def _statement(call: Call, names: _Names) -> str:
     stem = call.name.removesuffix(".default") if call.kind == "operator" else call.name.rpartition(".")[2]
     text = f"{stem}({', '.join(given)})"
     if call.kind == "begin":
-        text = f"begin({label_of(call)!r}, {', '.join(given)})"
+        text = f"begin({call.label!r}, {', '.join(given)})"
         return f"{_text(call.results[0], names)}, {_text(call.results[1], names)} = {text}"
     return f"{_text(call.results, names)} = {text}" if list(call.given()) else text
-
-
-def label_of(call: Call) -> str:
-    """The name of the layer whose messages begin."""
-    owner = getattr(call.function, "__self__", None)
-    label = getattr(owner, "label", None) or getattr(getattr(owner, "operator", None), "label", None)
-    return str(label) if label is not None else call.name
 
 
 def _told(call: Call) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from distdl.programs.calls import Step
 from distdl.programs.counts import Counts
+from distdl.programs.following import follow, is_followed
 from distdl.programs.halves import Halves
 from distdl.programs.line import Source
 from distdl.programs.printing import shown
@@ -24,6 +25,7 @@ class Program:
         number: among the signatures, in the order in which they came: the same on all workers.
         step: what was recorded; None before.
         line: what replays it; None if it stays as it is, or is not recorded yet.
+        modules: in which it computes, by their paths.
         reasons: why it stays as it is, with the user's line.
         comm: what its messages go through; None if there are none.
         draws: whether it draws from torch's own generators.
@@ -36,8 +38,10 @@ class Program:
         self.step: Step | None = None
         self.result: Result | None = None
         self.line: Callable[[list[torch.Tensor]], Any] | None = None
-        self.source: Source | None = None
         self.halves: Halves | None = None
+        self.modules: dict[str, torch.nn.Module] = {}
+        self._done: Step | None = None
+        self._followed: Callable[..., Any] | None = None
         self.reasons: list[tuple[str, str]] = []
         self.state: State | None = None
         self.recorded = self.replays = 0
@@ -50,6 +54,28 @@ class Program:
             parts = zip(("forward", "backward"), self.halves.steps, strict=True)
             return "\n\n".join(shown(step, f"signature {self.number}, {part}") for part, step in parts)
         return shown(self.step, f"signature {self.number}") if self.line and self.step else "# no line"
+
+    def does(self, step: Step) -> None:
+        """From now on, replay this step."""
+        self.line, self._done, self._followed = Source(step).compiled(), step, None
+
+    def replay(self, tensors: list[torch.Tensor]) -> Any:
+        """Call the line, and tell those who follow this worker for which module it is.
+
+        Args:
+            tensors: the plain tensors among the arguments.
+        """
+        assert self.line is not None and self._done is not None
+        if self.halves is not None or not is_followed():
+            return self.line(tensors)
+        if self._followed is None:
+            self._followed = Source(self._done, followed=True).compiled()
+        comes_to = follow(self.modules)
+        comes_to("")
+        try:
+            return self._followed(tensors, comes_to)
+        finally:
+            comes_to("")
 
     @property
     def counts(self) -> Counts | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from distdl import environment
 from distdl.globals.layouts.context import Context, worlds
@@ -16,8 +17,9 @@ from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import tensors_in
 from distdl.programs.beside import Written, agree, differing, giver_of
 from distdl.programs.calls import Step
+from distdl.programs.following import is_followed
 from distdl.programs.inductor import with_inductor
-from distdl.programs.line import Source, failed
+from distdl.programs.line import failed
 from distdl.programs.matching import difference
 from distdl.programs.owners import Owners
 from distdl.programs.passes.dead import without_dead
@@ -65,7 +67,7 @@ class Worker:
         program = self._program(key, named, (args, kwargs))
         if program.comm is not None and program.comm.imagined:  # in a rehearsal, of which nothing is sent
             return self.function(*args, **kwargs)
-        ready = program.line is not None and not _is_watched()
+        ready = program.line is not None and not _is_watched() and not (program.halves and is_followed())
         if _agreed(program.comm, program.number if ready else 0):
             if self._debugs or (self._checks and not program.checked):
                 return self._replay_beside(program, tensors, args, kwargs)
@@ -118,6 +120,7 @@ class Worker:
         told = told or self._unfit(reach, args, kwargs)
         if told:
             return self._refuse(program, told, "", args, kwargs)
+        program.modules = {path: module for module, path in reach.modules.items()}
         recorder = Recorder(Owners(reach.tensors.values()), tensors, reach.paths(), program.comm)
         result, found, values = self._run(program, recorder, tensors, args, kwargs)
         if any(one.requires_grad for one in found.tensors) and not recorder.differentiates:
@@ -166,8 +169,7 @@ class Worker:
         apart = difference(before, step)
         if apart is None:
             program.step = without_dead(step)
-            program.source = Source(program.step)
-            program.line = program.source.compiled()
+            program.does(program.step)
         elif program.recorded >= _TRIES:
             program.reasons = [apart]
             self._tell(program)
@@ -230,7 +232,7 @@ class Worker:
         assert program.line is not None
         with below_autograd():
             try:
-                found: list[Any] = program.line(tensors)
+                found: list[Any] = program.replay(tensors)
             except BaseException as error:
                 error.add_note(f"(in a replay of {self.name}, which repeats {failed(error)})")
                 raise
@@ -239,7 +241,7 @@ class Worker:
     def _compile(self, program: Program) -> None:
         """Let inductor make functions of the segments of a line."""
         assert program.step is not None
-        program.line = Source(with_inductor(program.step)).compiled()
+        program.does(with_inductor(program.step))
 
 
 @contextmanager
@@ -275,7 +277,7 @@ def _modes() -> Any:
 def _is_watched() -> bool:
     """Whether a user's mode or hook sees what is computed here, or a transform or a checkpoint is about it."""
     return bool(
-        torch._C._len_torch_dispatch_stack()
+        any(not getattr(mode, "logs", False) for mode in _get_current_dispatch_mode_stack())
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

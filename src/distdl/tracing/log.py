@@ -93,6 +93,8 @@ class Log:
 class Operators(TorchDispatchMode):
     """Logs each operator of torch that this worker's thread calls, in forward and backward."""
 
+    logs = True  # a compiled step is replayed beside it
+
     def __init__(self, log: Log) -> None:
         super().__init__()
         self._slices = log.slices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable
@@ -25,6 +26,19 @@ class Owner(NamedTuple):
 
     path: str
     add: Callable[[float], None]
+
+
+class _Opened(threading.local):
+    """Of this thread.
+
+    Attributes:
+        here: the attributions that are open.
+    """
+
+    here: tuple[Attribution, ...] = ()
+
+
+opened = _Opened()
 
 
 class Attribution:
@@ -60,11 +74,13 @@ class Attribution:
         end = torch.nn.modules.module.register_module_forward_hook(self._end, always_call=True)
         self._hooks.callback(begin.remove)
         self._hooks.callback(end.remove)
+        opened.here = (*opened.here, self)
         self._since = time.perf_counter()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
+        opened.here = tuple(one for one in opened.here if one is not self)
         self._pass_to(self._outside)
         self._paths = {}
 
@@ -75,6 +91,25 @@ class Attribution:
         if node is not None and not self._stack:
             self._pass_to(self._maker(node))
         return self._current.path
+
+    def replay(self) -> Callable[[torch.nn.Module | None], None]:
+        """Follow a replay of a recorded step, in which no module is called.
+
+        Each module that does something in it counts as called once.
+
+        Returns: what is called with the module that comes next, and with None for what is outside of all of them.
+        """
+        known: dict[torch.nn.Module | None, Owner] = {}
+
+        def comes_to(module: torch.nn.Module | None) -> None:
+            owner = known.get(module)
+            if owner is None:
+                path = None if module is None else self._paths.get(module)
+                owner = self._outside if module is None or path is None else self._called(module, path)
+                known[module] = owner
+            self._pass_to(owner)
+
+        return comes_to
 
     def waited(self, seconds: float) -> None:
         """Take note that this worker has waited: it has not computed meanwhile."""
