@@ -7,6 +7,7 @@ would. Functions, and what is no number or text, are global names of the line.
 from __future__ import annotations
 
 import linecache
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
@@ -54,7 +55,8 @@ class Source:
         linecache.cache[file] = len(self.text), None, self.text.splitlines(keepends=True), file
         scope = {**self.names, ORIGINS: self.origins}
         exec(compile(self.text, file, "exec"), scope)  # the text is our own
-        line: Callable[..., Any] = scope["line"]
+        line: Callable[..., Any] = scope.pop("line")  # no cycle keeps the tensors that it names
+        weakref.finalize(line, linecache.cache.pop, file, None)
         return line
 
     def _body(self, step: Step) -> Iterator[tuple[str, Call | None]]:
