@@ -31,6 +31,8 @@ class Program:
         draws: whether it draws from torch's own generators.
         checked: whether a replay was compared with the step as it is.
         halves: of a model that is trained: the lines of its forward and backward.
+        used: in which call of the step last.
+        given: what the arguments were, by their names, for people.
     """
 
     def __init__(self, number: int, comm: Communicator | None, keeps: Any) -> None:
@@ -44,7 +46,8 @@ class Program:
         self._followed: Callable[..., Any] | None = None
         self.reasons: list[tuple[str, str]] = []
         self.state: State | None = None
-        self.recorded = self.replays = 0
+        self.recorded = self.replays = self.used = 0
+        self.given: dict[str, str] = {}
         self.draws = self.checked = False
         self.comm = comm
         self._keeps = keeps  # what the signature names by its id

@@ -86,7 +86,7 @@ def compile(
 
     Args:
         function: what is compiled: a function that trains or predicts, or a model.
-        signatures: how many are kept; the oldest goes.
+        signatures: how many are kept. The one that was not called for longest goes, and one warning says what changes.
         check: whether the first replay of each signature is compared with the function: it is called, what it has
             written is put back, and results, gradients, weights, statistics and random states of the replay have to
             have the same bits. With ``DISTDL_DEBUG=1`` every replay is compared. Of a model, the forward is compared.

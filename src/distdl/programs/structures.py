@@ -84,6 +84,32 @@ def leaves_of(structure: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, structure
 
 
+def for_people(args: Any, kwargs: Any) -> dict[str, str]:
+    """What arguments are, by their names, for people: of tensors how they look, of numbers and texts their values."""
+    leaves = (*leaves_of(args, "argument"), *(each for key in kwargs for each in leaves_of(kwargs[key], key)))
+    return {name: _told(one) for name, one in leaves}
+
+
+def _told(one: Any) -> str:
+    if isinstance(one, torch.Tensor):
+        gradient = ", requires a gradient" if one.requires_grad else ""
+        return f"a tensor of the shape {tuple(one.shape)}, {one.dtype}{gradient}"
+    return repr(one)[:60] if type(one) in _PLAIN else f"a {type(one).__name__}"
+
+
+def changed(before: dict[str, str], now: dict[str, str]) -> str:
+    """What of the arguments is another thing, as a part of a sentence."""
+    if before.keys() != now.keys():
+        return f"other arguments are given: {', '.join(now) or 'none'}"
+    for name, text in now.items():
+        if before[name] != text:
+            return f"{name} was {before[name]}, and is {text}"
+    return (
+        "no argument looks different: a layout or strides did, or what the function reads beside its arguments, as a "
+        "parameter's requires_grad, or a number of a module or an optimiser"
+    )
+
+
 class Result:
     """How what a step gives is made of the plain tensors in it.
 

@@ -27,7 +27,7 @@ from distdl.programs.program import Program
 from distdl.programs.randomness import States
 from distdl.programs.reach import Reach, has_hook_of_all, hook_of
 from distdl.programs.recorder import Recorder
-from distdl.programs.structures import Result, described, others_in, overlaps, versions_of
+from distdl.programs.structures import Result, changed, described, for_people, others_in, overlaps, versions_of
 from distdl.tensors.recorders import here
 from distdl.transport.communicator import Communicator
 
@@ -52,7 +52,8 @@ class Worker:
         self._checks, self._debugs = check, environment.debug()
         self._inductor = backend == "inductor" and not self._debugs  # which compares bits
         self.programs: dict[Any, list[Program]] = {}
-        self._made = 0
+        self._made = self._called = 0
+        self._has_warned = False
 
     @property
     def name(self) -> str:
@@ -87,24 +88,34 @@ class Worker:
 
     def _program(self, key: Any, named: list[Any], arguments: Any) -> Program:
         """That of a signature, with all that it can reach as it is now."""
-        listed = self.programs.get(key, [])
-        for program in listed:
+        self._called += 1
+        for program in self.programs.get(key, []):
             if program.state is None or program.state.holds():
+                program.used = self._called
                 return program
         self._made += 1
         program = Program(self._made, self._comm(arguments), named)
+        program.used, program.given = self._called, for_people(*arguments)
+        every = [one for ones in self.programs.values() for one in ones]
+        if len(every) == self._most:
+            every.sort(key=lambda one: one.used)
+            self._forget(every[0])
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"distdl.compile: {self.name} has more than {self._most} signatures, and the one that was not "
+                    f"called for longest goes. Since the call before, {changed(every[-1].given, program.given)}. Pass "
+                    "numbers that change as tensors, or let distdl.compile(signatures=...) keep more",
+                    stacklevel=2,
+                )
         self.programs.setdefault(key, []).append(program)
-        every = (
-            sorted((one.number, name) for name, ones in self.programs.items() for one in ones)
-            if (sum(map(len, self.programs.values())) > self._most)
-            else []
-        )
-        if every:
-            oldest = every[0][1]
-            self.programs[oldest].pop(0)
-            if not self.programs[oldest]:
-                del self.programs[oldest]
         return program
+
+    def _forget(self, program: Program) -> None:
+        for key, ones in list(self.programs.items()):
+            self.programs[key] = [one for one in ones if one is not program]
+            if not self.programs[key]:
+                del self.programs[key]
 
     def _comm(self, arguments: Any) -> Communicator | None:
         """What the step's messages go through."""
