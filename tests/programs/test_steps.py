@@ -10,6 +10,7 @@ import torch
 from compiled_nets import UNet, bits, noise, weighted
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 import distdl
@@ -518,3 +519,20 @@ def test_an_argument_that_requires_a_gradient_gets_it():
         assert "an argument requires a gradient" in step.explain()
 
     on_threads(work)
+
+
+def test_a_view_of_an_argument_that_nobody_sees_is_not_recorded():
+    """Its place in memory would be that of the recorded argument, and the next one may lie elsewhere."""
+    rows, weight = noise((9, 3), 0), nn.Parameter(noise((3,), 1))
+
+    @distdl.compile
+    def step(x):
+        with _disable_current_modes():
+            below = x[1:]
+        loss = (below * weight).sum()
+        loss.backward()
+        return loss
+
+    with pytest.warns(UserWarning, match=r"a view of the shape \[1, 3\] was made where nobody sees it"):
+        found = [step(rows[n : n + 2]) for n in range(6)]
+    assert [one.item() for one in found] == [(rows[n + 1] * weight).sum().item() for n in range(6)]

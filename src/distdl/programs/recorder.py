@@ -275,7 +275,7 @@ class Recorder(TorchDispatchMode):
                 self.sources[value] = source
                 self._memory.bind(owner, value)
             value = self._memory.value(tensor)
-            return self._as_strided(tensor) if value is None else value
+            return self._as_strided(tensor, source.kind == "argument") if value is None else value
         if self._memory.shares(tensor):
             return self._as_strided(tensor)
         value = self._next()
@@ -283,9 +283,10 @@ class Recorder(TorchDispatchMode):
         self._memory.bind(tensor, value)
         return value
 
-    def _as_strided(self, tensor: torch.Tensor) -> Value:
+    def _as_strided(self, tensor: torch.Tensor, is_given: bool = False) -> Value:
+        """A view that the recorder did not see. Of an argument there is none, as the next one may lie elsewhere."""
         base = self._memory.beside(tensor)
-        if base is None or tensor.is_conj() or tensor.is_neg():
+        if base is None or is_given or tensor.is_conj() or tensor.is_neg():
             self.problem(f"a view of the shape {list(tensor.shape)} was made where nobody sees it")
             base = Value(0)
         value = self._next()
