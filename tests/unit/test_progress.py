@@ -45,6 +45,15 @@ def test_a_file_gets_no_bar(monkeypatch):
     assert written(monkeypatch, seconds=1.1, is_terminal=False) == ""
 
 
+def test_without_a_standard_error_there_is_no_bar(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    seen = []
+    for item in progress(["a", "b"], "distdl.load: blocks"):
+        seen.append(item)
+        time.sleep(1.1)
+    assert seen == ["a", "b"]
+
+
 def test_other_workers_show_no_bar(monkeypatch):
     assert written(monkeypatch, seconds=1.1, shows=False) == ""
 
