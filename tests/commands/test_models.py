@@ -94,6 +94,18 @@ def test_workers_of_a_launched_job_verify_and_one_of_them_prints(networks, model
     assert (done.returncode, json.loads(done.stdout)["equal"]) == (status, status == 0), done.stderr
 
 
+@pytest.mark.timeout(120)
+def test_a_launched_job_of_another_size_is_an_error_of_the_command(networks):
+    model = [f"{networks}:right", "--input", "1x1x13x17", "--partition", "1x1x2x2"]
+    done = subprocess.run(
+        launch_command("mpi", 2, ["-m", "distdl", "verify", *model]),
+        env=launch_environment("mpi"), capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "this job was launched with 2 workers; launch it with 4, or verify on 2" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_verify_starts_processes(networks, capsys):
     assert main(["verify", f"{networks}:right", "--input", "1x1x13x17", "-n", "2", "--backend", "gloo"]) == 0
     assert "Sequential on 2 workers as 1x1x1x2 (gloo) equals the sequential one" in capsys.readouterr().out

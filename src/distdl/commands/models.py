@@ -132,6 +132,8 @@ def _verify(options: argparse.Namespace) -> int:
             raise UsageError(str(error)) from error
     here = 4 if launched() is None else world().size
     workers = options.workers or (prod(options.partition) if options.partition else here)
+    if launched() is not None and options.backend in (None, launched()) and workers != here:
+        raise UsageError(f"this job was launched with {here} workers; launch it with {workers}, or verify on {here}")
     grid = options.partition or tuple(workers if dim == _longest(first) else 1 for dim in range(len(first)))
     work = partial(
         _verified, options.model, grid, options.input, options.dtype or torch.float64, options.steps, options.weights
