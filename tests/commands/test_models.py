@@ -27,6 +27,9 @@ def wrong():
 def embedding():
     return nn.Embedding(10, 4)
 
+def sized(channels):
+    return nn.Conv2d(1, channels, 3)
+
 number = 3
 """
 
@@ -114,6 +117,7 @@ def test_verify_starts_processes(networks, capsys):
 @pytest.mark.parametrize(("model", "text"), [
     ("{}", "a model is named as module:factory"), ("nowhere_at_all:net", "there is no module 'nowhere_at_all'"),
     ("{}:left", "has no left"), ("{}:number", "has to build a torch.nn.Module"),
+    ("{}:sized", "has to build a model without arguments: missing a required argument: 'channels'"),
 ])  # fmt: skip
 def test_a_model_that_cannot_be_built_is_an_error_of_the_command(networks, capsys, model, text):
     with pytest.raises(SystemExit) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -180,7 +181,15 @@ def built(name: str) -> torch.nn.Module:
         if not hasattr(found, part):
             raise UsageError(f"{module} has no {factory}")
         found = getattr(found, part)
-    model = found if isinstance(found, torch.nn.Module) else found() if callable(found) else found
+    if callable(found) and not isinstance(found, torch.nn.Module):
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise UsageError(f"{name} has to build a model without arguments: {error}") from None
+        except ValueError:
+            pass  # some builtins tell no signature
+        found = found()
+    model = found
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"{name} has to build a torch.nn.Module; it gives a {type(model).__name__}")
     return model
