@@ -34,13 +34,14 @@ PAGES = (
     "wrong.html",
     "coming-from/dtensor.html",
     "concepts/index.html",
+    "concepts/moves.html",
     "primitives/halo-exchange.html",
     "details/sharp-edges.html",
     "details/performance.html",
     "reference/index.html",
     "developers/performance.html",
 )
-FORMULAS = ("concepts/index.html", "primitives/halo-exchange.html")
+FORMULAS = ("concepts/moves.html", "primitives/halo-exchange.html")
 SEARCHES = ("hang", "out of memory")
 WRONG = "wrong.html"
 PROBE = """<body><script>(async () => {
