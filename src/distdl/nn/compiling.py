@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 _frames = torch._C._dynamo.eval_frame
-REASON = "workers agree and exchange messages inside, which cannot be traced"
+REASON = "workers agree and exchange messages inside, which torch cannot trace; distdl.compile can record such a step"
 
 
 def leave_uncompiled(forward: Callable[..., Any]) -> None:
