@@ -158,7 +158,7 @@ assert error.difference["backward"]["name"] == "1"
 # line of the backward leads to the place: the gradient of the output of ``2`` agrees, and that of the output of ``1``
 # differs. Between these two stands module ``2``, which is ``FastTame``.
 #
-# The cure is to leave ``local_map`` away in both layers. Then ``Tame`` gets the whole gradient as a global tensor:
+# The cure is to leave out ``local_map`` in both layers. Then ``Tame`` gets the whole gradient as a global tensor:
 
 
 class RightTame(nn.Module):
