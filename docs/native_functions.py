@@ -23,6 +23,56 @@ function runs there, and the result is split again. That is right, but it is not
 {func}`distdl.summary` lists it, and `distdl.distribute(model, P, fallback="error")` refuses it. A native function may
 fall back for an option that it does not have; it warns then, too. {func}`distdl.register` enters an op of your own.
 """
+# what travels between workers, by the module that has the functions. "Whole" means: redistributed, so that this dim is
+# not split, and another one is split instead.
+MOVES = {
+    "extras.flex.attention": "keys and values, to the workers that have the queries",
+    "functions.as_strided": "the cells that the strides name, where they lie elsewhere",
+    "functions.attention": "all keys and values that a worker's queries read",
+    "functions.attributes": "nothing",
+    "functions.class_losses": "one number for each worker; if classes are split, one for each place, too",
+    "functions.complex_views": "nothing",
+    "functions.composites": "what the functions move that they call",
+    "functions.convolutions": "halos: the cells beside a block that its windows read",
+    "functions.counting": "the values found in each block, with their counts, to every worker",
+    "functions.creation": "nothing; the ends of a range if they are tensors, and the largest class number",
+    "functions.diagonals": "nothing; cells of the diagonal where the result is split otherwise",
+    "functions.differences": "one slice beside each block",
+    "functions.dropout": "nothing",
+    "functions.einsum": "operands, to the workers that multiply them, or partial sums of products",
+    "functions.extremes": "one entry for each block along the dims that are reduced",
+    "functions.fourier": "all cells, so that a dim is whole while it is transformed",
+    "functions.gather_scatter": "all cells, so that the indexed dim is whole",
+    "functions.getitem": "nothing for slices; all cells for index tensors, so that the indexed dim is whole",
+    "functions.grouped": "rows, so that each worker has whole ones",
+    "functions.interpolation": "halos; for `grid_sample`, whole images",
+    "functions.joining": "the cells that lie elsewhere in the result",
+    "functions.lookups": "nothing if every worker has the table; a split table becomes whole where it is read",
+    "functions.losses": "one number for each worker; the operand that is split otherwise",
+    "functions.masks": "how many elements each worker selects; the mask, to the rows of the tensor",
+    "functions.matrices": "all cells, so that each matrix is whole on one worker, if matrices are split",
+    "functions.normalising": "the moments of each block",
+    "functions.norms": "one entry for each block along the dims that are reduced",
+    "functions.number_arguments": "the number",
+    "functions.ordering": "all cells, so that the sorted dim is whole; counts alone for the median of all elements",
+    "functions.padding": "the cells that lie elsewhere in the padded tensor",
+    "functions.pointwise": "nothing if operands are split alike; else the smaller operand, to the larger",
+    "functions.pooling": "halos: the cells beside a block that its windows read",
+    "functions.products": "nothing for `linear` of whole features; else operands, or partial sums of products",
+    "functions.random": "nothing",
+    "functions.rearranging": "the cells that lie on another worker afterwards",
+    "functions.recurrent": "all cells, so that steps and features are whole, if these are split",
+    "functions.reductions": "one entry for each block along the dims that are reduced",
+    "functions.scans": "the total of each block along the dim; all cells for `cummax`, `cummin` and `logcumsumexp`",
+    "functions.shapes": "nothing, unless the new dims cut the old blocks: then the cells that lie elsewhere",
+    "functions.slicing": "nothing for slices and pieces, which stay where their cells are; all cells for index tensors",
+    "functions.softmax": "a maximum and a sum for each block along the dim",
+    "functions.unfolding": "all cells, so that a dim is whole; nothing for windows side by side",
+    "functions.values": "all cells, to every worker; of one element, that one",
+    "functions.variances": "mean and squares for each block along the dims",
+    "gradients.autograd": "what the backward of each function moves: the adjoint of its forward",
+    "tensor.torch_dispatch": "nothing",
+}
 SPACES = {torch: "torch", torch.Tensor: "Tensor", torch.nn.functional: "functional"}
 
 
@@ -44,11 +94,13 @@ def page() -> str:
     for function, handler in table.items():
         if getattr(function, "__name__", "__get__") != "__get__":
             families[handler.__module__].append(function)
-    parts = [HEAD, "## Native\n"]
-    for module, functions in sorted(families.items(), key=lambda item: title_of(item[0])):
-        listed = names_of(functions)
-        if listed:
-            parts.append(f"**{title_of(module)}.** {listed}\n")
+    listed = {module: names_of(functions) for module, functions in families.items()}
+    modules = sorted((one for one in listed if listed[one]), key=title_of)
+    parts = [HEAD, "## What moves\n", "| functions | what moves in the forward |\n| --- | --- |"]
+    parts[-1] += "".join(f"\n| {title_of(one)} | {MOVES[one.removeprefix('distdl.globals.')]} |" for one in modules)
+    parts[-1] += "\n\nThe backward moves the adjoint: gradients go back along the same ways, and are added.\n"
+    parts.append("## Native\n")
+    parts += [f"**{title_of(one)}.** {listed[one]}\n" for one in modules]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         overridable = get_overridable_functions()
