@@ -528,3 +528,42 @@ def test_the_other_backend_has_them_up_to_rounding():
         assert pair.lines() == [True]
 
     on_threads(work)
+
+
+class Output(dict):
+    """What models of transformers give: values by name, as attributes, too."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+class Frozen(Output):
+    def __setitem__(self, name, value):
+        raise TypeError("a Frozen is not written")
+
+
+class Named(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.head, self.kind = nn.Conv2d(1, 2, 3, padding=1).double(), kind
+
+    def forward(self, x):
+        y = self.head(x)
+        return self.kind(logits=y, hidden=(y.tanh(), None))
+
+
+@pytest.mark.parametrize(("kind", "lines"), [(Output, [True]), (Frozen, [False])])
+def test_a_result_keeps_its_class(kind, lines):
+    """One whose class lets nothing be written stays as it is."""
+
+    def work():
+        model = distdl.compile(distdl.distribute(Named(kind), (1, 1, distdl.world().size, 1)))
+        for seed in range(6):
+            found = model(distdl.distribute_tensor(noise((1, 1, 6, 5), seed).double(), (1, 1, distdl.world().size, 1)))
+            assert type(found) is kind and found.hidden[1] is None
+            (found.logits * found.hidden[0]).sum().backward()
+            assert torch.equal(found.logits.tanh().full_tensor(), found.hidden[0].full_tensor())
+        return [one.line is not None for one in model.programs]
+
+    with warnings.catch_warnings(action="ignore"):
+        assert distdl.run_workers(work, 2) == [lines, lines]

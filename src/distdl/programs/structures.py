@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -151,6 +152,21 @@ class Result:
             return lambda tensors: kind([make(tensors) for make in makers])
         if isinstance(one, dict):
             named = {key: self._maker(item) for key, item in one.items()}
-            return lambda tensors: {key: make(tensors) for key, make in named.items()}
+            if kind is dict:
+                return lambda tensors: {key: make(tensors) for key, make in named.items()}
+            try:
+                empty = _filled(one, dict.fromkeys(one))
+            except Exception:  # a class that cannot be copied or written: another object in each recording
+                self.others.append((kind, id(one)))
+                return lambda tensors: one
+            return lambda tensors: _filled(empty, {key: make(tensors) for key, make in named.items()})
         self.others.append((kind, one if kind in _PLAIN else id(one)))
         return lambda tensors: one
+
+
+def _filled(one: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """A copy of a dict of a class of its own, as models give them, with other values."""
+    made = copy(one)
+    for key, item in items.items():
+        made[key] = item
+    return made
