@@ -54,7 +54,7 @@ class Node(Function):
         return None, None, None, *ctx.gradients(seeds)
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 class Graph:
