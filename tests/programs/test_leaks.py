@@ -11,7 +11,7 @@ import distdl
 
 
 def texts():
-    return sum(file.startswith("<a step of distdl.compile") for file in linecache.cache)
+    return {file for file in linecache.cache if file.startswith("<a step of distdl.compile")}
 
 
 def test_lines_of_many_signatures_go():
@@ -33,7 +33,7 @@ def test_lines_of_many_signatures_go():
             weights.append(weakref.ref(step.programs[-1].line))
     assert step.programs[-1].line is not None
     assert sum(one() is not None for one in weights) == 2
-    assert texts() == before + 2
+    assert len(texts() - before) == 2  # those of other tests may go meanwhile
 
 
 def test_a_step_that_goes_frees_its_tensors():
