@@ -1,4 +1,4 @@
-"""A compiled model: to all who look, the model itself."""
+"""A compiled model, which can stand wherever the model stood."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CompiledModel(torch.nn.Module):
     _calls: Any
 
     def __init_subclass__(cls) -> None:
-        """Tell the model's class of no class below it."""
+        """Do not call the ``__init_subclass__`` of the model's class: no class of the user's is made here."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._calls(*args, **kwargs)

@@ -43,7 +43,7 @@ class Node(Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(_NOTHING)  # so torch raises its own error if a backward comes when all is freed
+        ctx.save_for_backward(_NOTHING)  # a second backward gets torch's own error
         made = [one.detach() for one in results]
         ctx.mark_non_differentiable(*[one for one, needs in zip(made, requires, strict=True) if not needs])
         return tuple(made)
@@ -134,7 +134,7 @@ class Recorded(Graph):
             recorder.problem(DIFFERENTIATED)
             self._finish([], begin, strides)
             return super().gradients(seeds)
-        # copies, since a gradient may lie where the recording knows another value
+        # copied, since a gradient may share memory with a value that was recorded
         seeds = [None if one is None else laid(one, one.stride()) for one in seeds]
         for place, one in enumerate(seeds):
             if one is not None:

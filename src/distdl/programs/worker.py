@@ -50,7 +50,7 @@ class Worker:
     def __init__(self, function: Callable[..., Any], signatures: int, check: bool, backend: str) -> None:
         self.function, self._most = function, signatures
         self._checks, self._debugs = check, environment.debug()
-        self._inductor = backend == "inductor" and not self._debugs  # which compares bits
+        self._inductor = backend == "inductor" and not self._debugs  # DISTDL_DEBUG compares bits, and inductor rounds
         self.programs: dict[Any, list[Program]] = {}
         self._made = self._called = 0
         self._has_warned = False
@@ -60,13 +60,13 @@ class Worker:
         return getattr(self.function, "__name__", "a step")
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if here.recorder is not None:  # inside of another step, of which this is a part
+        if here.recorder is not None:  # another compiled step calls this one, and records its operators
             return self.function(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         named: list[Any] = []
         key = described((args, kwargs), tensors, named), overlaps(tensors), _modes()
         program = self._program(key, named, (args, kwargs))
-        if program.comm is not None and program.comm.imagined:  # in a rehearsal, of which nothing is sent
+        if program.comm is not None and program.comm.imagined:  # a rehearsal sends nothing
             return self.function(*args, **kwargs)
         ready = program.line is not None and not _is_watched() and not (program.halves and is_followed())
         if _agreed(program.comm, program.number if ready else 0):
