@@ -10,6 +10,7 @@ import torch
 
 from distdl.programs.calls import Source, Step, values_in
 from distdl.programs.line import Source as Text
+from distdl.programs.passes import improved
 from distdl.programs.passes.dead import without_dead
 
 Strides = tuple[int, ...] | None
@@ -66,7 +67,8 @@ class Halves:
     """
 
     def __init__(self, step: Joint, requires: Sequence[bool], owners: Sequence[Any], repeatable: bool) -> None:
-        self.steps = halved(step)
+        forward, backward = halved(step)
+        self.steps = improved(forward), improved(backward)
         self.forward, self.backward = self._lines(*self.steps)
         self.requires, self.owners, self.repeatable = requires, owners, repeatable
         self._strides = step.strides

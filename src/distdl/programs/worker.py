@@ -22,7 +22,7 @@ from distdl.programs.inductor import with_inductor
 from distdl.programs.line import failed
 from distdl.programs.matching import difference
 from distdl.programs.owners import Owners
-from distdl.programs.passes.dead import without_dead
+from distdl.programs.passes import improved
 from distdl.programs.program import Program
 from distdl.programs.randomness import States
 from distdl.programs.reach import Reach, has_hook_of_all, hook_of
@@ -179,7 +179,7 @@ class Worker:
             return
         apart = difference(before, step)
         if apart is None:
-            program.step = without_dead(step)
+            program.step = improved(step)
             program.does(program.step)
         elif program.recorded >= _TRIES:
             program.reasons = [apart]
