@@ -64,6 +64,8 @@ class Halves:
         steps: of the two lines.
         forward: takes the arguments; gives the results, and what the backward reads.
         backward: takes the gradients of results, and what it reads; gives gradients.
+        asks: whether all workers have to ask each other before a backward, because the line of one of them cannot do
+            with all gradients that may come in. The workers agree on it as they agree on the first replay.
     """
 
     def __init__(self, step: Joint, requires: Sequence[bool], owners: Sequence[Any], repeatable: bool) -> None:
@@ -72,6 +74,7 @@ class Halves:
         self.forward, self.backward = self._lines(*self.steps)
         self.requires, self.owners, self.repeatable = requires, owners, repeatable
         self._strides = step.strides
+        self.asks = sum(requires) > 1 or any(0 in strides for strides in step.strides if strides)
 
     @staticmethod
     def _lines(forward: Step, backward: Step) -> tuple[Callable[[Any], list[Any]], Callable[[Any], list[Any]]]:

@@ -147,7 +147,7 @@ class ModelWorker(Worker):
         outer = [*_outer(tensors), *map(leaf_of, halves.owners)]
         again = self._again(program, halves, tensors, outer, args, kwargs)
         found, count = self._found(program, tensors), len(halves.requires)
-        replayed = Replayed(halves, found[count:], again)
+        replayed = Replayed(halves, found[count:], program.comm, again)
         return result.made(Node.apply(replayed.gradients, found[:count], halves.requires, *outer))
 
     def _compile(self, program: Program) -> None:

@@ -11,9 +11,10 @@ from distdl.programs.halves import Emptied, Halves, Strides, laid
 from distdl.programs.randomness import States
 from distdl.programs.recorder import Recorder
 from distdl.programs.structures import versions_of
-from distdl.programs.worker import below_autograd
+from distdl.programs.worker import all_fit, below_autograd
 from distdl.tensors.function import Function
 from distdl.tensors.recorders import here
+from distdl.transport.communicator import Communicator
 
 Gradients = Sequence[torch.Tensor | None]
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -155,11 +156,15 @@ class Replayed:
 
     Args:
         saved: what it reads.
-        again: computes the forward as it is, for a backward that the line cannot do; it takes the reason.
+        comm: of the workers that replay together; None if there is none.
+        again: computes the forward as it is, for a backward that the line cannot do; it takes the reason. That sends
+            messages, so all workers do it if one has to.
     """
 
-    def __init__(self, halves: Halves, saved: list[Any], again: Callable[[str], Graph]) -> None:
-        self._halves, self._saved, self._again = halves, saved, again
+    def __init__(
+        self, halves: Halves, saved: list[Any], comm: Communicator | None, again: Callable[[str], Graph]
+    ) -> None:
+        self._halves, self._saved, self._comm, self._again = halves, saved, comm, again
         self._tensors = [one for one in saved if isinstance(one, torch.Tensor)]
         self._versions = versions_of(self._tensors)
         self._graph: Graph | None = None
@@ -169,6 +174,8 @@ class Replayed:
             if now != version:
                 raise RuntimeError(_MODIFIED.format(list(one.shape), now, version))
         given = None if torch.is_grad_enabled() else self._halves.fitting(seeds)
+        if self._halves.asks and not all_fit(self._comm, given is not None):
+            given = None
         if given is None:
             if self._graph is None:
                 reason = DIFFERENTIATED if torch.is_grad_enabled() else "it begins at other results, or in another way"

@@ -32,8 +32,10 @@ from distdl.tensors.recorders import here
 from distdl.transport.communicator import Communicator
 
 _TRIES = 4  # recordings of one signature, at most
+_ASKS = 2  # what workers agree on if one of them asks before each backward
 _COMPILES = 2  # the replay before which inductor compiles: the first one has the bits of the step
 _WAITS = "distdl.compile: whether all workers have recorded this step"
+_FITS = "distdl.compile: whether all workers can replay this backward"
 _DEVICES = ("cpu", "cuda")
 
 
@@ -69,7 +71,11 @@ class Worker:
         if program.comm is not None and program.comm.imagined:  # a rehearsal sends nothing
             return self.function(*args, **kwargs)
         ready = program.line is not None and not _is_watched() and not (program.halves and is_followed())
-        if _agreed(program.comm, program.number if ready else 0):
+        halves = program.halves
+        agreed = _agreed(program.comm, program.number if ready else 0, halves is not None and halves.asks)
+        if agreed:
+            if halves is not None:
+                halves.asks = agreed == _ASKS
             if self._debugs or (self._checks and not program.checked):
                 return self._replay_beside(program, tensors, args, kwargs)
             return self._replay(program, tensors, args, kwargs)
@@ -267,13 +273,29 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
-def _agreed(comm: Communicator | None, number: int) -> bool:
-    """Whether all workers have a line for this call, and the same one. One maximum of 16 bytes."""
+def _agreed(comm: Communicator | None, number: int, asks: bool = False) -> int:
+    """Whether all workers have a line for this call, and the same one. One maximum of 16 bytes.
+
+    Args:
+        number: of the signature; 0 on a worker that has no line.
+        asks: whether this worker's line may fail to do with the gradients that come in.
+    Returns: 0 if not all have it. Otherwise 1, or 2 if a worker asks.
+    """
     if comm is None or comm.size == 1:
-        return number > 0
+        return int(number > 0)
     comm.where = _WAITS
-    highest, lowest = comm.through.all_max(Context.of(comm).everyone, np.array([number, -number], dtype=np.int64))
-    return bool(highest == -lowest and highest > 0)
+    given = np.array([2 * number + asks, -2 * number], dtype=np.int64)
+    highest, lowest = map(int, comm.through.all_max(Context.of(comm).everyone, given))
+    return 1 + highest + lowest if lowest < 0 and highest + lowest < _ASKS else 0
+
+
+def all_fit(comm: Communicator | None, fits: bool) -> bool:
+    """Whether the backward of each worker can be a replay. One maximum of 8 bytes."""
+    if comm is None or comm.size == 1:
+        return fits
+    comm.where = _FITS
+    (misfits,) = comm.through.all_max(Context.of(comm).everyone, np.array([not fits], dtype=np.int64))
+    return not misfits
 
 
 def _modes() -> Any:
