@@ -12,6 +12,7 @@ from distdl.globals.layouts.context import Context
 from distdl.partition.sharing import gather_values
 from distdl.programs.calls import Call, Step, Value, leaf_of, values_in
 from distdl.programs.matching import alike, same_bits
+from distdl.programs.optimisers import numbers_of, tensors_of
 from distdl.programs.structures import leaves_of
 from distdl.tensors.draws import Draws
 from distdl.transport.communicator import Communicator
@@ -24,14 +25,22 @@ class Written:
 
     Args:
         tensors: parameters, buffers and other tensors, with their names.
+        optimisers: whose states are taken.
         step: what was recorded, of which generators are taken, and tensors that have no name.
         comm: whose draws are taken; None if there is none.
         shared: whether other workers draw from torch's own generators, too. Then these are left alone.
     """
 
     def __init__(
-        self, tensors: list[tuple[str, torch.Tensor]], step: Step, comm: Communicator | None, shared: bool
+        self,
+        tensors: list[tuple[str, torch.Tensor]],
+        optimisers: list[torch.optim.Optimizer],
+        step: Step,
+        comm: Communicator | None,
+        shared: bool,
     ) -> None:
+        tensors = [*tensors, *tensors_of(optimisers)]
+        self._numbers = numbers_of(optimisers)
         unnamed = [(one.name or "a constant", one.of) for one in step.sources.values() if one.kind == "constant"]
         self._tensors = list({id(leaf_of(one)): (name, leaf_of(one)) for name, one in (*tensors, *unnamed)}.values())
         self._generators = list({id(one): one for call in step.calls for one in _generators_of(call)}.values())
@@ -46,11 +55,12 @@ class Written:
         """Put all of it back."""
         for _, one, gradient in self._gradients:
             one.grad = gradient
-        now = dict(self._leaves())
         with torch.no_grad():
-            for name, before in self.bits:
-                if before is not None and not same_bits(now[name], before):
-                    now[name].copy_(before)
+            for (_, now), (_, before) in zip(self._leaves(), self.bits, strict=True):
+                if before is not None and not same_bits(now, before):
+                    now.copy_(before)
+        for held, numbers in self._numbers:
+            held.update(numbers)
         if self._draws is not None and self._drawn is not None:
             self._draws.resume(*self._drawn)
         for one, state in zip(self._all_generators(), self._states, strict=True):

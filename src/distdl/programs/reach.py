@@ -42,6 +42,7 @@ class Reach:
         tensors: parameters, buffers and other tensors that it names, with their names.
         numbers: each number or text in a dict, a list, an object or an optimiser: the dict or list that holds it, its
             key or place, and its value.
+        optimisers: in the order in which they were found.
         comm: that of the models among them; None if there is none.
     """
 
@@ -49,6 +50,7 @@ class Reach:
         self.modules: dict[torch.nn.Module, str] = {}
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self.numbers: list[tuple[Any, Any, Any]] = []
+        self.optimisers: list[torch.optim.Optimizer] = []
         self.comm: Communicator | None = None
         self._seen: set[int] = set()
         self._names: list[tuple[Any, str, Any]] = []  # an object's or a function's names, and what they stand for
@@ -77,6 +79,7 @@ class Reach:
         elif isinstance(one, partial):
             self._look(name, (one.func, one.args, one.keywords), depth)
         elif isinstance(one, torch.optim.Optimizer):
+            self.optimisers.append(one)
             for group in one.param_groups:
                 self._look(name, group, depth)
         elif isinstance(one, (tuple, list)):

@@ -73,6 +73,7 @@ class Recorder(TorchDispatchMode):
         self._constants = Constants()
         self._objects: dict[int, tuple[Value, Any]] = {}
         self._count, self._reserved, self._is_paused = 0, 0, False
+        self._gradients: Mapping[int, Any] = {}  # as they were before the calls that are recorded now
         self._message: Call | None = None  # the one whose messages are under way just now
         for number, one in enumerate(arguments):
             self.argument(number, one, f"argument {number}")
@@ -90,11 +91,11 @@ class Recorder(TorchDispatchMode):
         if self._comm is not None:
             self._comm.recorder = Recording(self._comm.through, begun=self._sent)
         here.recorder = self
-        gradients = self._owners.gradients()
+        self._gradients = self._owners.gradients()
         try:
             with self, Reads(self._reads):
                 yield
-            self._take_gradients(gradients)
+            self._take_gradients()
         finally:
             here.recorder = None
             if self._comm is not None:
@@ -103,6 +104,20 @@ class Recorder(TorchDispatchMode):
     def step(self, result: Any) -> Step:
         """What has been recorded, of which this is the result."""
         return Step(self.calls, self.sources, self._given(result), self.lies)
+
+    def optimise(self, optimiser: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
+        """Call the step of an optimiser, and take it down as one call, before which gradients are set."""
+        self._take_gradients()
+        self._gradients = self._owners.gradients()
+        leaves = [leaf_of(one) for group in optimiser.param_groups for one in group["params"]]
+        given = self._given((step, leaves, [one.grad for one in leaves if one.grad is not None]))
+        self._constants.forget(leaves)
+        with self.paused():
+            result = step()
+        if result is not None:
+            self.problem("the step of its optimiser gives a value")
+        self._append(Call("function", optimised, given))
+        return result
 
     def result_of(self, tensor: torch.Tensor) -> Value:
         """The value that a tensor of the result is."""
@@ -297,14 +312,20 @@ class Recorder(TorchDispatchMode):
         )
         return value
 
-    def _take_gradients(self, before: Mapping[int, Any]) -> None:
+    def _take_gradients(self) -> None:
         """Take down which gradients are other tensors now."""
+        before = self._gradients
         for owner in self._owners.leaves():
             now = leaf_of(owner).grad
             if now is not None and now is not before.get(id(owner)):
                 self.calls.append(Call("gradient", owner, (self._value(now),), path=self._owners.name(owner)))
             elif now is None and before.get(id(owner)) is not None:
                 self.calls.append(Call("gradient", owner, (None,), path=self._owners.name(owner)))
+
+
+def optimised(step: Callable[[], Any], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Call the step of an optimiser. The tensors are what it reads and writes, which a line has to know."""
+    step()
 
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:

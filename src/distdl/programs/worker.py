@@ -21,6 +21,7 @@ from distdl.programs.following import is_followed
 from distdl.programs.inductor import with_inductor
 from distdl.programs.line import failed
 from distdl.programs.matching import difference
+from distdl.programs.optimisers import taken_whole
 from distdl.programs.owners import Owners
 from distdl.programs.passes import improved
 from distdl.programs.program import Program
@@ -139,7 +140,8 @@ class Worker:
             return self._refuse(program, told, "", args, kwargs)
         program.modules = {path: module for module, path in reach.modules.items()}
         recorder = Recorder(Owners(reach.tensors.values()), tensors, reach.paths(), program.comm)
-        result, found, values = self._run(program, recorder, tensors, args, kwargs)
+        with taken_whole(reach.optimisers, recorder):
+            result, found, values = self._run(program, recorder, tensors, args, kwargs)
         if any(one.requires_grad for one in found.tensors) and not recorder.differentiates:
             recorder.problem("its result requires a gradient, and no backward is in it")
         self._take(program, recorder, Step(recorder.calls, recorder.sources, values, recorder.lies))
@@ -207,10 +209,10 @@ class Worker:
         Raises: RuntimeError, the same on every worker, if the two differ.
         """
         assert program.step is not None
-        comm, named = program.comm, list(Reach(self.function, (args, kwargs)).tensors.values())
+        comm, reach = program.comm, Reach(self.function, (args, kwargs))
         # threads draw from one generator of torch's, in an order that nobody knows
         shared = comm is not None and comm.threads and comm.size > 1
-        before = Written(named, program.step, comm, shared)
+        before = Written(list(reach.tensors.values()), reach.optimisers, program.step, comm, shared)
         theirs = self.function(*args, **kwargs)
         after = before.again()
         before.restore()
