@@ -15,9 +15,11 @@ from itertools import repeat
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from distdl.geometry.boxes import Shape
+from distdl.ops.arrays import as_tensor, in_float64
 from distdl.tensors.memory import empty, is_channels_last
 
 _KERNEL = torch.ops.aten.native_batch_norm.out
@@ -130,6 +132,7 @@ class Rows(NamedTuple):
         dims = [dim - len(own) for dim, n in enumerate(own) if n == 1 and self.leading[dim] != 1]
         return values.view(-1, *self.leading).sum(dims, dtype=dtype) if dims else values.to(dtype)
 
+    @np.errstate(all="ignore")
     def measure(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """What this block has of each mean and variance, in float64, and whether a mean is far.
 
@@ -141,10 +144,10 @@ class Rows(NamedTuple):
         found = self.measured(x)
         if not x.is_cpu:
             return found, False
-        mean, variance = found.unbind()
-        if not torch.addcmul(variance, mean, mean, value=-1 / self.far).amin().item() < 0:
+        mean, variance = found.numpy()
+        if not (variance - mean * mean / self.far).min() < 0:
             return found, False
-        centre = mean.to(x.dtype)
+        centre = found[0].to(x.dtype)
         found = self.measured(self.less(x, *self.spread(centre, self.own, x.dtype)))
         found[0].add_(centre)  # the kernels round means to the dtype of x
         return found, True
@@ -169,6 +172,7 @@ class Rows(NamedTuple):
             found = found.mean(dims, keepdim=True)
         return found.view(1, -1)
 
+    @np.errstate(all="ignore")
     def measured(self, x: torch.Tensor) -> torch.Tensor:
         """What this block has of each mean and variance, in float64, whether or not a mean is far."""
         batch, rows, cells = self.extents
@@ -176,7 +180,8 @@ class Rows(NamedTuple):
             x = x.double()
         if x.dim() == _MATRIX:
             shape = (1, *self.leading, 1)
-            found = torch.cat([_measured(one) for (one,) in self._kernels((x,))], 1).view(2, *shape)
+            moments = [_measured(one) for (one,) in self._kernels((x,))]
+            found = in_float64([one[kind] for kind in (0, 1) for one in moments]).reshape(2, *shape)
         elif self.inner or x.is_meta or (cells >= _LONG and x.is_cpu):
             # the kernel rounds each mean to the dtype of x: those of several pieces are nearer to the mean of the row
             pieces = 1 if self.inner else _pieces(cells)
@@ -189,18 +194,21 @@ class Rows(NamedTuple):
                 torch.native_group_norm(one, None, None, 1, one.shape[1], cells, one.shape[1], 0.0)[1:]
                 for one in chunks
             ]
-            found = torch.cat([part[kind] for kind in (0, 1) for part in parts], 1).double().view(2, *shape)
-            found[1].pow_(-2)
+            found = in_float64([part[kind] for kind in (0, 1) for part in parts]).reshape(2, *shape)
+            inverse = found[1]
+            inverse *= inverse
+            found[1] = 1 / inverse
         else:
             shape = (1, *self.leading, 1)
-            found = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double().view(2, *shape)
-        dims = [dim for dim, n in enumerate((1, *self.own, 1)) if n == 1 and shape[dim] != 1]
+            found = in_float64(torch.batch_norm_update_stats(x, None, None, 0.0)).reshape(2, *shape)
+        dims = tuple(dim for dim, n in enumerate((1, 1, *self.own, 1)) if dim and n == 1 and found.shape[dim] != 1)
         if dims:
-            mean, variance = found.unbind()
-            centre = mean.mean(dims, keepdim=True)
-            mean.sub_(centre)
-            found = torch.stack([centre, variance.addcmul_(mean, mean).mean(dims, keepdim=True)])
-        return found.view(2, -1)
+            number = prod(found.shape[dim] for dim in dims)
+            merged = found.sum(dims, keepdims=True) / number
+            away = found[:1] - merged[:1]
+            merged[1:] += (away * away).sum(dims, keepdims=True) / number
+            found = merged
+        return as_tensor(found.reshape(2, -1))
 
     def less(self, x: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
         """x less a value for each row."""
