@@ -24,6 +24,7 @@ from distdl.tensors.memory import empty, is_channels_last
 
 _KERNEL = torch.ops.aten.native_batch_norm.out
 _SUMS = torch.ops.aten.native_batch_norm_backward.default
+_UNUSED = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
 _CHUNK = 1 << 18  # elements of a tensor that a pass of several operators takes at a time
 _MEASURED = 1 << 16  # the same, where what the operator returns beside the moments is memory that nobody needs
 _EXACT = 1 << 15  # elements of a block whose moments cost little more in float64
@@ -271,17 +272,10 @@ class Rows(NamedTuple):
         """
         mean, variance, eps = by
         dx = empty(x.shape, x.dtype, x)
-        # kernels on CPU multiply x before they subtract the mean, and with a large mean the difference loses digits
-        subtracts = self.centred and x.is_cpu
-        if subtracts:
-            factors = [factors[0], factors[1] * torch.add(variance, eps).rsqrt_(), *factors[2:]]
         for sample in self._kernels((x, dy, dx), mean, variance, *factors):
             for one, rise, out, centre, spread, scale, *affine in self._chunks(sample[:3], *sample[3:]):
                 slope, shift = [*affine, None][:2]
-                if subtracts:
-                    torch.sub(one, _beside(centre, one), out=out).mul_(_beside(slope, one)).add_(_beside(shift, one))
-                else:
-                    _apply(one, (centre, spread, eps), slope, shift, out)
+                _apply(one, (centre, spread, eps), slope, shift, out)
                 out.addcmul_(rise, _beside(scale, rise))
         return dx
 
@@ -394,7 +388,9 @@ def _apply(
 ) -> None:
     """``y = (x - mean) / sqrt(variance + eps) * weight + bias``, of rows."""
     mean, variance, eps = by
-    # kernels of a GPU write the moments here, and add them up in this dtype; those of the CPU write nothing
-    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-    left, beside = (torch.empty(0, dtype=dtype, device=x.device) for _ in range(2))
+    if x.is_cpu:
+        left = beside = _UNUSED[x.dtype]
+    else:  # kernels of a GPU write the moments here, and add them up in this dtype
+        dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+        left, beside = (torch.empty(0, dtype=dtype, device=x.device) for _ in range(2))
     _KERNEL(x, weight, bias, mean, variance, False, 0.0, eps, out=y, save_mean=left, save_invstd=beside)
