@@ -3,8 +3,9 @@
 A pass costs about as much as a copy. Where several operators make one pass, they do so chunk by chunk, so that what one
 of them leaves is still in the cache for the next; and what is only of use inside a pass is as large as a chunk.
 
-The kernels see a contiguous block as *batch, rows, cells*. A block in channels_last whose rows are its channels, or
-those of its samples, they see as it lies: as a matrix of *cells, channels*, in which samples stand one below the other.
+The kernels see a contiguous block as *batch, rows, cells*, with one dim of cells or several. A block in channels_last
+whose rows are its channels, or those of its samples, they see as it lies: as a matrix of *cells, channels*, in which
+samples stand one below the other.
 """
 
 from __future__ import annotations
@@ -89,7 +90,10 @@ class Rows(NamedTuple):
 
     def of_block(self, x: torch.Tensor) -> torch.Tensor:
         """A block as the kernels read it fast."""
-        return _as_matrix(x) if self._keeps(x) else x.reshape(self.extents).contiguous()
+        if self._keeps(x):
+            return _as_matrix(x)
+        seen = x.dim() > _MATRIX and x.shape[:2] == self.extents[:2] and not self.inner
+        return (x if seen else x.reshape(self.extents)).contiguous()
 
     def _keeps(self, x: torch.Tensor) -> bool:
         """Whether a block is in channels_last, and the kernels see it as it lies."""
@@ -102,12 +106,14 @@ class Rows(NamedTuple):
 
     def beside(self, block: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """As a block is seen, its gradient, or what is made of it."""
-        return _as_matrix(other) if block.dim() == _MATRIX else other.reshape(self.extents).contiguous()
+        if block.dim() == _MATRIX:
+            return _as_matrix(other)
+        return (other if other.shape == block.shape else other.reshape(block.shape)).contiguous()
 
     def to_block(self, seen: torch.Tensor, shape: Shape) -> torch.Tensor:
         """The tensor that is seen so."""
         if seen.dim() != _MATRIX:
-            return seen.view(shape)
+            return seen if seen.shape == shape else seen.view(shape)
         batch, channels, *space = shape
         return seen.view(batch, *space, channels).movedim(-1, 1)
 
@@ -190,11 +196,9 @@ class Rows(NamedTuple):
             shape = (batch, *self.leading, pieces)
             lines, number = x.view(1, batch * rows * pieces, cells), max(_MEASURED // cells, 1)
             chunks = lines.split(number, 1) if x.is_cpu and number < lines.shape[1] else [lines]
+            kernel, counts = torch.native_group_norm, [one.shape[1] for one in chunks]
             # only the moments are kept, so that one normalised chunk at a time is in memory
-            parts = [
-                torch.native_group_norm(one, None, None, 1, one.shape[1], cells, one.shape[1], 0.0)[1:]
-                for one in chunks
-            ]
+            parts = [kernel(one, None, None, 1, n, cells, n, 0.0)[1:] for one, n in zip(chunks, counts, strict=True)]
             found = in_float64([part[kind] for kind in (0, 1) for part in parts]).reshape(2, *shape)
             inverse = found[1]
             inverse *= inverse
@@ -335,7 +339,7 @@ def _as_matrix(x: torch.Tensor) -> torch.Tensor:
 
 def _beside(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Values of rows such that they broadcast to a block."""
-    return values if x.dim() == _MATRIX else values.view(1, -1, 1)
+    return values if x.dim() == _MATRIX else values.view(-1, *[1] * (x.dim() - 2))
 
 
 def _runs(*blocks: torch.Tensor) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
