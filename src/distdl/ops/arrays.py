@@ -13,6 +13,11 @@ import numpy as np
 import torch
 
 
+def as_array(tensor: torch.Tensor) -> Any:
+    """A tensor as formulas take it, in the same memory."""
+    return tensor.detach().numpy() if tensor.is_cpu else tensor.detach()
+
+
 def in_float64(tensors: Sequence[torch.Tensor]) -> Any:
     """Small tensors one behind the other, in one dim and in float64."""
     if tensors[0].is_cpu:

@@ -21,12 +21,13 @@ import torch
 from distdl.exchange import Operator
 from distdl.geometry.boxes import runs, shape
 from distdl.globals.layouts.context import KnownLayout
-from distdl.ops.recorded_rows import NEAR, centred, measure, on_rows
+from distdl.ops.recorded_rows import NEAR, gradient, measure, merged, on_rows
 from distdl.ops.rows import Rows
 from distdl.plan.planning import all_sum
 from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
 from distdl.tensors.function import Function, gradients_of
+from distdl.tensors.recorders import Held
 from distdl.transport import Label
 
 
@@ -64,8 +65,8 @@ class BatchStatistics:
         owned = context.layout(everyone, [runs(filled), ((0, 2),), ((0, channels),)])
         entries = context.everywhere(owned.extents)
         self._gather: Operator = context.moving(owned, entries, torch.float64, NONE, "batch_norm")
-        plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (2 * channels,)), context.me)
-        shapes = [(2 * channels,)]
+        plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (2, channels)), context.me)
+        shapes = [(2, channels)]
         # the label has the layout, because some transports abort if workers sum messages of different lengths
         label = Label("batch_norm", detail=layout)
         self._sum = Operator(plan, context.comm, context.everyone, label, dtype, NONE, shapes, shapes)
@@ -79,7 +80,8 @@ class BatchStatistics:
         self.derive = self._gather.derive
         workers = layout.partition.workers
         self.shared = workers.shape[1] == 1 and workers.size > 1 and self.count > 1
-        self._shares = Constant(torch.tensor(counts, dtype=torch.float64, device="cpu").div_(self.count))
+        shares = torch.tensor(counts, dtype=torch.float64, device="cpu").div_(self.count)
+        self._shares = Constant(shares.view(-1, 1))
         self.channels = channels
 
     @property
@@ -93,26 +95,23 @@ class BatchStatistics:
         found: BatchStatistics = layout.context.keep((cls, layout, dtype), lambda: cls(layout, dtype))
         return found
 
-    def merged(self, entries: torch.Tensor | None, beside: torch.Tensor) -> torch.Tensor:
-        """Mean and variance of each channel of the whole tensor, the same on every worker.
+    def merged(
+        self, entries: torch.Tensor | None, beside: torch.Tensor, far: Held
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Held]:
+        """Mean and variance of each channel of the whole tensor (see :func:`merged`), the same on every worker.
 
         Args:
             entries: mean and variance of each channel of this worker's block; None if it has no cells.
-            beside: a tensor on the block's device.
+            beside: the block.
         """
         if entries is None:
             entries = torch.zeros(self._own, dtype=torch.float64, device=beside.device)
-        means, variances = self._gather.execute(entries.view(self._own)).unbind(1)
-        shares = self._shares.on(means.device)
-        away = means - means[0]  # averaging large means themselves would round off their differences
-        shift = shares @ away
-        away -= shift
-        return torch.stack([means[0] + shift, shares @ variances.addcmul(away, away)])
+        gathered = self._gather.execute(entries.view(self._own))
+        return merged(gathered, self._shares.on(gathered.device), beside.dtype, far)
 
-    def negative_averages(self, sums: torch.Tensor) -> torch.Tensor:
-        """The sums, (2, channels), added up over all workers and divided by minus the number of cells of a channel."""
-        total: torch.Tensor = self._sum.execute(sums.view(-1))
-        return total.div_(-self.count).view(2, self.channels)
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums of each channel, added up over all workers."""
+        return self._sum.execute(sums)
 
 
 class Options(NamedTuple):
@@ -150,13 +149,11 @@ class _BatchNorm(Function):
         if x.numel():
             block = rows.of_block(x)
             entries, far = measure(rows, block)
-        found = statistics.merged(entries, x)
+        *found, mean, variance, ctx.centre = statistics.merged(entries, x, far)
         if options.running is not None:
             unbiased = options.momentum * statistics.count / (statistics.count - 1)
             for one, new, part in zip(options.running, found, (options.momentum, unbiased), strict=True):
                 one.mul_(1 - options.momentum).add_(new, alpha=part)
-        mean, variance = found.to(x.dtype)
-        mean, ctx.centre = centred(rows, found, mean, far)
         ctx.options = options
         ctx.save_for_backward(x, weight, bias, mean, variance)
         if block is None:
@@ -186,13 +183,10 @@ class _BatchNorm(Function):
             sums = x.new_zeros(2, statistics.channels)
         dw, db = sums
         if needs_x:
-            averages = statistics.negative_averages(sums)
+            total = statistics.total(sums)
             if x.numel():
-                scale = (variance + options.eps).rsqrt_()
-                if weight is not None:
-                    scale.mul_(weight)
-                factors = [scale, *averages.mul_(scale).unbind()]
-                dx = rows.to_block(on_rows(Rows.gradient, rows, block, ctx.centre, (rise, by, factors)), x.shape)
+                dx = gradient(rows, block, ctx.centre, rise, by, weight, total, -1 / statistics.count)
+                dx = rows.to_block(dx, x.shape)
             else:
                 dx = torch.empty_like(x)
         return dx, dw if needs_weight else None, db if needs_bias else None, None
