@@ -28,7 +28,6 @@ from distdl.programs.nodes import (
     next_node,
     unfit_graph,
 )  # fmt: skip
-from distdl.programs.owners import Owners
 from distdl.programs.program import Program
 from distdl.programs.reach import Reach
 from distdl.programs.recorder import Recorder
@@ -95,7 +94,7 @@ class ModelWorker(Worker):
             return self._refuse(program, told, "", args, kwargs)
         cut, (given, named) = _cut(tensors, (args, kwargs))
         program.modules = {path: module for module, path in reach.modules.items()}
-        recorder = Recorder(Owners(reach.tensors.values()), tensors, reach.paths(), program.comm)
+        recorder = Recorder(reach, tensors, program.comm)
         known = [leaf_of(one) for _, one in reach.tensors.values()]
         number, before = next_node(), (_drawn(program), versions_of(known))
         result, found, values = self._run(program, recorder, tensors, given, named)

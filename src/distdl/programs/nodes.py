@@ -144,7 +144,7 @@ class Recorded(Graph):
         with recorder.recording():
             found = super().gradients(seeds)
             values = [None if one is None else recorder.result_of(one) for one in found]
-        advanced = states.advanced(recorder.draws)
+        advanced = states.advanced()
         if advanced:
             recorder.problem(f"{advanced} random state advances in its backward, and no operator explains it")
         self._finish(values, begin, strides)
@@ -212,6 +212,8 @@ def unfit_graph(
         if getattr(applied, "__name__", kind).startswith("CheckpointFunction"):
             return "a checkpoint in it is reentrant; use_reentrant=False is not"
         if id(node.variable) not in leaves if kind == "AccumulateGrad" else node._sequence_nr() < first:
+            if kind == "AccumulateGrad" and not node.variable.numel():  # of a random layer, as its anchor
+                return "a checkpoint in it draws random numbers"
             return "it reads a tensor that requires a gradient, and is no argument or parameter of it"
         left += node.next_functions
     return ""

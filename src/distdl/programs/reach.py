@@ -43,6 +43,7 @@ class Reach:
         numbers: each number or text in a dict, a list, an object or an optimiser: the dict or list that holds it, its
             key or place, and its value.
         optimisers: in the order in which they were found.
+        generators: of random numbers.
         comm: that of the models among them; None if there is none.
     """
 
@@ -51,6 +52,7 @@ class Reach:
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self.numbers: list[tuple[Any, Any, Any]] = []
         self.optimisers: list[torch.optim.Optimizer] = []
+        self.generators: list[torch.Generator] = []
         self.comm: Communicator | None = None
         self._seen: set[int] = set()
         self._names: list[tuple[Any, str, Any]] = []  # an object's or a function's names, and what they stand for
@@ -69,6 +71,8 @@ class Reach:
         self._seen.add(id(one))
         if isinstance(one, torch.Tensor):
             self._take(name, one)
+        elif isinstance(one, torch.Generator):
+            self.generators.append(one)
         elif isinstance(one, torch.nn.Module):
             self._module(name, one)
         elif isinstance(one, FunctionType):

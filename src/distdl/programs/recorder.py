@@ -22,7 +22,10 @@ from distdl.programs.constants import Constants
 from distdl.programs.memory import Memory
 from distdl.programs.owners import Owners
 from distdl.programs.places import Places
+from distdl.programs.randomness import Generators, generator_for, number_of
+from distdl.programs.reach import Reach
 from distdl.programs.reads import Reads
+from distdl.tensors.draws import Draw
 from distdl.tensors.recorders import here
 from distdl.transport import Pending
 from distdl.transport.communicator import Communicator
@@ -31,7 +34,10 @@ from distdl.transport.recording import Recording
 
 _PLAIN = (type(None), bool, int, float, str)
 _DEPENDS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_ADDRESS = "_cdata"
+_SET = (
+    "a random state is set, or advances though no operator explains it, as in a checkpoint that draws from torch's "
+    "own generator"
+)
 _DEVICE = torch.ops.prim.device.default
 _INDEX = torch.ops.aten.index.Tensor
 _AS_STRIDED = torch.ops.aten.as_strided.default
@@ -48,9 +54,8 @@ class Recorder(TorchDispatchMode):
     """What records a step.
 
     Args:
-        owners: the parameters, buffers and gradients that the step may read.
+        reach: the parameters, buffers, modules and generators that the step may use.
         arguments: the plain tensors among the step's arguments, of global tensors their blocks.
-        paths: of modules, by their ids.
         comm: what its messages go through; None if there is none.
     Attributes:
         problems: why the step cannot be a line, each with the user's line.
@@ -60,17 +65,15 @@ class Recorder(TorchDispatchMode):
 
     unseen = True  # torch's kernels are chosen as if it were not there
 
-    def __init__(
-        self, owners: Owners, arguments: Sequence[torch.Tensor], paths: Mapping[int, str], comm: Communicator | None
-    ) -> None:
+    def __init__(self, reach: Reach, arguments: Sequence[torch.Tensor], comm: Communicator | None) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.sources: dict[Value, Source] = {}
         self.problems: list[tuple[str, str]] = []
         self.draws = self.differentiates = False
-        self._owners, self._comm = owners, comm
-        self._memory, self._places = Memory(), Places(paths)
-        self._constants = Constants()
+        self._owners, self._comm = Owners(reach.tensors.values()), comm
+        self._memory, self._places = Memory(), Places(reach.paths())
+        self._constants, self._generators = Constants(), Generators(reach.generators)
         self._objects: dict[int, tuple[Value, Any]] = {}
         self._count, self._reserved, self._is_paused = 0, 0, False
         self._gradients: Mapping[int, Any] = {}  # as they were before the calls that are recorded now
@@ -92,9 +95,12 @@ class Recorder(TorchDispatchMode):
             self._comm.recorder = Recording(self._comm.through, begun=self._sent)
         here.recorder = self
         self._gradients = self._owners.gradients()
+        self._generators.begin()
         try:
             with self, Reads(self._reads):
                 yield
+            if self._generators.any_is_set():
+                self.problem(_SET)
             self._take_gradients()
         finally:
             here.recorder = None
@@ -113,7 +119,11 @@ class Recorder(TorchDispatchMode):
         given = self._given((step, leaves, [one.grad for one in leaves if one.grad is not None]))
         self._constants.forget(leaves)
         with self.paused():
+            if self._generators.any_is_set():
+                self.problem(_SET)
             result = step()
+            self.draws = self.draws or self._generators.any_is_set()
+            self._generators.begin()
         if result is not None:
             self.problem("the step of its optimiser gives a value")
         self._append(Call("function", optimised, given))
@@ -153,12 +163,15 @@ class Recorder(TorchDispatchMode):
             self.problem(f"a value is read, by {func.name()}")
         if func in _MOVES_MEMORY:
             self.problem(f"a tensor gets other memory, by {func.name()}")
+        generator = None
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws = True
+            self.draws, generator = True, self._generator(read, args, kwargs)
         if torch._C._current_graph_task_id() != -1:
             self.differentiates = True
         given, named = self._given(args), {name: self._given(one) for name, one in kwargs.items()}
         result = func(*args, **kwargs)
+        if generator is not None:
+            self._generators.leave(generator)
         self._constants.note(func, read, result)
         self._note(func, given, named, result)
         return result
@@ -168,6 +181,8 @@ class Recorder(TorchDispatchMode):
         self._constants.forget(list(tensors_in(args)))
         with self.paused():
             result = function(*args)
+        if type(result) is Draw and _identity(result) in self._objects:
+            return result  # a checkpoint draws again what its forward drew
         self._append(Call("function", function, given, {}, mapped(result, self._made)))
         return result
 
@@ -220,6 +235,16 @@ class Recorder(TorchDispatchMode):
                 self._message.sends += [(worker, sent.nbytes) for worker in others]
         elif not self._is_paused and sent.operation != "all_max":
             self.problem(f"workers tell each other values, in {sent.where}")
+
+    def _generator(self, read: Sequence[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
+        """From which generator an operator draws; None if a call of the step has made it."""
+        device = read[0].device if read else torch.device(kwargs.get("device") or "cpu")
+        generator = generator_for((*args, *kwargs.values()), device)
+        if _identity(generator) in self._objects:
+            return None
+        if self._generators.is_set(generator):
+            self.problem(_SET)
+        return generator
 
     # -- values
 
@@ -333,5 +358,5 @@ def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
 
 
 def _identity(one: Any) -> Any:
-    """What tells an object from others. (The same generator comes in another object each time.)"""
-    return ("generator", getattr(one, _ADDRESS)) if isinstance(one, torch.Generator) else id(one)
+    """What tells an object from others."""
+    return ("generator", number_of(one)) if isinstance(one, torch.Generator) else id(one)

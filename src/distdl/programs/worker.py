@@ -22,7 +22,6 @@ from distdl.programs.inductor import with_inductor
 from distdl.programs.line import failed
 from distdl.programs.matching import difference
 from distdl.programs.optimisers import taken_whole
-from distdl.programs.owners import Owners
 from distdl.programs.passes import improved
 from distdl.programs.program import Program
 from distdl.programs.randomness import States
@@ -139,7 +138,7 @@ class Worker:
         if told:
             return self._refuse(program, told, "", args, kwargs)
         program.modules = {path: module for module, path in reach.modules.items()}
-        recorder = Recorder(Owners(reach.tensors.values()), tensors, reach.paths(), program.comm)
+        recorder = Recorder(reach, tensors, program.comm)
         with taken_whole(reach.optimisers, recorder):
             result, found, values = self._run(program, recorder, tensors, args, kwargs)
         if any(one.requires_grad for one in found.tensors) and not recorder.differentiates:
@@ -164,7 +163,7 @@ class Worker:
             result = self.function(*args, **kwargs)
             found = Result(result)
             values = [recorder.result_of(one) for one in found.tensors]
-        advanced = states.advanced(recorder.draws)
+        advanced = states.advanced()
         if advanced:
             recorder.problem(f"{advanced} random state advances, and no operator explains it")
         if versions_of(tensors) != versions:
