@@ -17,6 +17,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from distdl.globals.tensor.global_tensor import GlobalTensor
+from distdl.programs.bindings import binding_of
 from distdl.programs.calls import Call, Step, Value, values_in
 from distdl.transport.callsite import ORIGINS, Origin
 
@@ -93,7 +94,7 @@ class Source:
             return f"{self._text(call.args[0])}.wait()"
         if call.kind == "gradient":
             return f"{self._leaf(call.function)}.grad = {self._text(call.args[0])}"
-        function = getattr(call.function, "_op", call.function)
+        function = binding_of(call.function) if call.kind == "operator" else call.function
         given = [*(self._text(one) for one in call.args), *(f"{k}={self._text(v)}" for k, v in call.kwargs.items())]
         stem = call.name.rpartition(".")[2] if call.kind != "operator" else call.name.split(".")[1]
         if self._followed and call.kind == "begin":
