@@ -19,6 +19,7 @@ from torch.profiler import record_function
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.programs.bindings import binding_of
 from distdl.programs.calls import Call, Step, Value, values_in
+from distdl.programs.passes import for_a_line
 from distdl.transport.callsite import ORIGINS, Origin
 
 _NUMBERS = count()
@@ -44,7 +45,7 @@ class Source:
         self._kept: list[Any] = []
         self.origins: dict[int, Origin] = {}
         texts = [f"def line(arguments{', follow' if followed else ''}):"]
-        for text, call in self._body(step):
+        for text, call in self._body(for_a_line(step)):
             texts.append(f"    {text}")
             if call is not None:
                 self.origins[len(texts)] = Origin(call.path, call.line, call.name)

@@ -13,7 +13,7 @@ from distdl.programs.calls import Call, Lies, Step, Value, values_in
 _LEAST = 4  # operators that compute: a segment of fewer costs more to call than it saves
 _PLAIN = (Value, bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 # of these, the other name of the operator gives a view and leaves its argument as it is
-_VIEWS = {
+VIEWS_IN_PLACE = {
     torch.ops.aten.squeeze_.default: torch.ops.aten.squeeze.default,
     torch.ops.aten.squeeze_.dim: torch.ops.aten.squeeze.dim,
     torch.ops.aten.unsqueeze_.default: torch.ops.aten.unsqueeze.default,
@@ -82,7 +82,7 @@ def _runs(step: Step) -> Iterator[tuple[list[Call] | Call, set[Value]]]:
 
 
 def _without_views_in_place(call: Call) -> Call:
-    view = _VIEWS.get(call.function) if call.kind == "operator" else None
+    view = VIEWS_IN_PLACE.get(call.function) if call.kind == "operator" else None
     return call if view is None else replace(call, function=view, writes=False)
 
 
@@ -95,7 +95,7 @@ def _fits(call: Call, lies: dict[Value, Lies]) -> bool:
     known = all(value in lies for value in (*call.read(), *call.given()))
     if not known or any(lies[value].dtype.is_complex for value in (*call.read(), *call.given())):
         return False
-    if _is_view(call):
+    if is_view(call):
         return True
     given = [lies[value] for value in call.given()]
     memories = {one.memory for one in given} | {lies[value].memory for value in call.read()}
@@ -110,13 +110,14 @@ def _is_plain(structure: Any) -> bool:
     return type(structure) in _PLAIN
 
 
-def _is_view(call: Call) -> bool:
+def is_view(call: Call) -> bool:
     """Whether what an operator gives lies in the memory of what it takes."""
     schema = call.function._schema
     return not schema.is_mutable and any(one.alias_info is not None for one in schema.returns)
 
 
-def _written(call: Call) -> Iterator[Value]:
+def written(call: Call) -> Iterator[Value]:
+    """The values into which an operator writes."""
     for place, argument in enumerate(call.function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = call.args[place] if place < len(call.args) else call.kwargs.get(argument.name)
@@ -135,14 +136,14 @@ class _Run:
 
     def takes(self, call: Call) -> bool:
         """Take one more call, if it may."""
-        written = self._written | {self._lies[value].memory for value in _written(call)}
+        memories = self._written | {self._lies[value].memory for value in written(call)}
         outside = {memory: set(ones) for memory, ones in self._from_outside.items()}
         for value in call.read():
             if value not in self._made:
                 outside.setdefault(self._lies[value].memory, set()).add(value)
-        if any(len(outside.get(memory, ())) > 1 for memory in written):
+        if any(len(outside.get(memory, ())) > 1 for memory in memories):
             return False
-        self._written, self._from_outside = written, outside
+        self._written, self._from_outside = memories, outside
         self._made.update(call.given())
         self.calls.append(call)
         return True
@@ -150,7 +151,7 @@ class _Run:
 
 def _segment(calls: list[Call], after: set[Value], step: Step) -> Segment | None:
     """The segment that a run of operators is; None if it is too short."""
-    if sum(not _is_view(call) for call in calls) < _LEAST:
+    if sum(not is_view(call) for call in calls) < _LEAST:
         return None
     giver = {value: call for call in calls for value in call.given()}
     takes = list(dict.fromkeys(value for call in calls for value in call.read() if value not in giver))
@@ -162,7 +163,7 @@ def _segment(calls: list[Call], after: set[Value], step: Step) -> Segment | None
         call = giver.get(value)
         if call is None:  # it comes from outside
             continue
-        if not _is_view(call):
+        if not is_view(call):
             gives[value] = None
         elif not any(call is one for one in views):
             views.append(call)

@@ -6,13 +6,25 @@ from collections.abc import Callable
 
 from distdl.programs.calls import Step
 from distdl.programs.passes.dead import without_dead
+from distdl.programs.passes.views import with_direct_views
 
-# in the order in which they are done
-PASSES: tuple[Callable[[Step], Step], ...] = (without_dead,)
+Pass = Callable[[Step], Step]
+# each in the order in which they are done
+PASSES: tuple[Pass, ...] = (without_dead,)
+PASSES_OF_A_LINE: tuple[Pass, ...] = (with_direct_views,)
 
 
 def improved(step: Step) -> Step:
-    """The same step after all passes, one behind the other."""
-    for change in PASSES:
+    """The same step after all passes. It is what ``print`` shows, and what other back-ends take."""
+    return _changed(step, PASSES)
+
+
+def for_a_line(step: Step) -> Step:
+    """The same step after the passes that make a line faster, but harder to read, and to compile."""
+    return _changed(step, PASSES_OF_A_LINE)
+
+
+def _changed(step: Step, passes: tuple[Pass, ...]) -> Step:
+    for change in passes:
         step = change(step)
     return step
