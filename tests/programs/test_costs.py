@@ -1,7 +1,7 @@
-"""What compiled steps cost: the memory of a replay, and the time of a recording."""
+"""What compiled steps cost: the memory of a replay, and the processor time of a recording."""
 
 from statistics import median
-from time import perf_counter
+from time import process_time
 
 import pytest
 from compiled_nets import UNet, noise, weighted
@@ -56,9 +56,9 @@ class Trained:
 
     def time(self, step):
         self.model.zero_grad()
-        begun = perf_counter()
+        begun = process_time()
         step()
-        return perf_counter() - begun
+        return process_time() - begun
 
 
 @pytest.mark.parametrize("of", ["step", "model"])
@@ -95,4 +95,4 @@ def test_recording_takes_at_most_five_steps():
         return median(recordings), median(steps)
 
     ((recording, step),) = together(work, 1)
-    assert step > 0.01 and recording <= 5 * step, f"{recording:.3f} s, {step:.3f} s"
+    assert recording <= 5 * step, f"{recording:.3f} s, {step:.3f} s"
