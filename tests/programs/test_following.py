@@ -14,13 +14,13 @@ CALLS = 6
 COMPARED = ["a forward"]  # while a trace is open, a forward that is called compares weights first
 
 
-def called(wrap, follow, workers=2):
+def called(wrap, follow, workers=2, make=UNet):
     """What a function finds of a late step of each worker. Also, how many replays there were."""
 
     def work():
         P = distdl.world()
         grid = (1, 1, P.comm.size, 1)
-        model = distdl.distribute(weighted(UNet()), grid)
+        model = distdl.distribute(weighted(make()), grid)
 
         @wrap
         def step(x, y):
@@ -78,14 +78,16 @@ def test_a_trace_of_a_replay_has_the_messages_of_the_step(operators, tmp_path):
         assert [one for one in sent[0] if not one[2].startswith("distdl.compile: ")] == sent[1]
 
 
-def test_a_ledger_of_a_replay_has_the_entries_of_the_step():
+def assert_same_ledger(wrap, **options):
+    """Check what a replay's ledger has, but for the agreement on it, and that it has times of convolutions."""
+
     def follow(model, once):
         with distdl.ledger(model) as book:
             once()
         return book
 
     for (mine, replays), (theirs, _) in zip(
-        called(distdl.compile, follow), called(lambda step: step, follow), strict=True
+        called(wrap, follow, **options), called(lambda step: step, follow, **options), strict=True
     ):
         assert replays == CALLS - 2
         told = [
@@ -96,6 +98,10 @@ def test_a_ledger_of_a_replay_has_the_entries_of_the_step():
         assert [key[1] for key in agreed] == ["agreement"]
         assert {key: one for key, one in told[0].items() if key not in agreed} == told[1]
         assert sum(one.computed for one in mine.modules if "Conv2d" in one.layer) > 0
+
+
+def test_a_ledger_of_a_replay_has_the_entries_of_the_step():
+    assert_same_ledger(distdl.compile)
 
 
 def test_a_profile_of_a_replay_names_the_layers():

@@ -4,12 +4,28 @@ import pytest
 import torch
 from compiled_nets import trained
 from test_exactness import together
+from test_following import assert_same_ledger
+from torch import nn
 
 import distdl
+from distdl.programs import inductor, worker
 from distdl.programs.checking import assert_well_formed
+from distdl.programs.inductor import with_inductor
 from distdl.programs.segments import segmented
 
 LEAST = 1e-12
+
+
+class Waves(nn.Module):
+    """Has several operators between two messages."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.last((y.sin() * 2 + y.cos()) * y.tanh() - y)
 
 
 @pytest.fixture
@@ -37,6 +53,22 @@ def test_a_compiled_replay_has_the_numbers_of_the_step(name, workers):
         for number, (mine, other) in enumerate(zip(ours, others, strict=True)):
             for (what, a), (_, b) in zip(mine, other, strict=True):
                 assert torch.allclose(a, b, rtol=LEAST, atol=LEAST), f"{what}, step {number}: {(a - b).abs().max()}"
+
+
+@pytest.mark.cxx
+@pytest.mark.compiles
+@pytest.mark.timeout(200)
+def test_a_ledger_of_a_compiled_replay_has_the_entries_of_the_step(monkeypatch):
+    compiled = []
+
+    def counted(step):
+        found = with_inductor(step)
+        compiled.append(sum(getattr(call.function, "__module__", "") == inductor.__name__ for call in found.calls))
+        return found
+
+    monkeypatch.setattr(worker, "with_inductor", counted)
+    assert_same_ledger(distdl.compile(backend="inductor"), make=Waves)
+    assert len(compiled) == 2 and min(compiled) > 0
 
 
 @pytest.mark.parametrize("name", ["lenet", "u-net", "group-norm", "u-net-sharded"])

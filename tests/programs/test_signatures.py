@@ -4,6 +4,10 @@ import warnings
 
 import pytest
 import torch
+from compiled_nets import bits, noise, weighted
+from compiled_pairs import on_threads
+from torch import nn
+from torch.nn import functional
 
 import distdl
 
@@ -72,3 +76,79 @@ def test_one_warning_says_what_changes(change, text):
     assert len(told) == 1
     with pytest.raises(AssertionError, match=text):
         raise AssertionError(told[0])
+
+
+def normed():
+    return weighted(nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.Conv2d(2, 1, 3, padding=1)))
+
+
+def other_data(model):
+    for one in model.parameters():
+        one.data = one.data.flip(0) * 0.5
+
+
+def load(model):
+    model.load_state_dict({name: one.clone() + 1 for name, one in model.state_dict().items()}, assign=True)
+
+
+def replace(model):
+    model.first, model[0] = model[0], weighted(nn.Conv2d(1, 2, 3, padding=1), 7)
+
+
+def put_back(model):
+    model[0] = model.first
+    del model.first
+
+
+# how many signatures there are then, and whether the first one is replayed again
+BACK = {
+    "training": (lambda model: model.eval(), lambda model: model.train(), 2, True),
+    "frozen": (
+        lambda model: model[0].weight.requires_grad_(False), lambda model: model[0].weight.requires_grad_(), 2, True
+    ),
+    "dtype": (lambda model: model.double(), lambda model: model.float(), 3, False),
+    "data": (other_data, other_data, 1, True),
+    "loaded": (load, load, 3, False),
+    "module": (replace, put_back, 2, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_what_changes_there_and_back_has_the_numbers_of_the_step(name):
+    there, back, signatures, again = BACK[name]
+
+    def work():
+        grid = (1, 1, distdl.world().size, 1)
+        models = [distdl.distribute(normed(), grid) for _ in range(2)]
+
+        def body(model, x, y):
+            loss = functional.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        compiled = distdl.compile(lambda x, y: body(models[0], x, y))
+        steps = [compiled, lambda x, y: body(models[1], x, y)]
+        for number in range(15):
+            if number in (5, 10):
+                for model in models:
+                    (there if number == 5 else back)(model)
+            x, y = (
+                distdl.distribute_tensor(noise((2, 1, 9, 6), seed).to(models[0][2].weight.dtype), grid)
+                for seed in (number, 90 + number)
+            )
+            for model in models:
+                model.zero_grad()
+            assert torch.equal(*(bits(step(x, y)) for step in steps))
+            for one, other in zip(*(model.parameters() for model in models), strict=True):
+                assert (one.grad is None) == (other.grad is None)
+                assert one.grad is None or torch.equal(bits(one.grad), bits(other.grad))
+                with torch.no_grad():
+                    for each in (one, other) if one.grad is not None else ():
+                        each -= 0.01 * each.grad
+            for one, other in zip(*(model.buffers() for model in models), strict=True):
+                assert torch.equal(one, other)
+        assert len(compiled.programs) == signatures, compiled.explain()
+        assert (compiled.programs[0].replays > 5) == again
+        assert all(program.replays >= 2 for program in compiled.programs), compiled.explain()
+
+    on_threads(work)
