@@ -14,6 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from distdl.programs.calls import Lies, Value
 
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__  # classes with one of their own may have no memory there
+
 
 def place_of(tensor: torch.Tensor) -> tuple[int, Hashable]:
     """The number of a tensor's memory, 0 if it is none of torch's, and how the tensor lies there."""
@@ -36,7 +38,7 @@ class Memory:
     """The values of a step by where they lie.
 
     Attributes:
-        lies: how each value lies.
+        lies: how each value lies, but for tensors of classes with operators of their own.
     """
 
     def __init__(self) -> None:
@@ -65,9 +67,9 @@ class Memory:
         if not place[0]:
             self._kept[place] = tensor
             return
-        self.lies[value] = Lies(
-            place[0], int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-        )
+        if type(tensor).__torch_dispatch__ is _NO_DISPATCH:
+            offset, shape = int(tensor.storage_offset()), tuple(tensor.shape)
+            self.lies[value] = Lies(place[0], offset, shape, tensor.stride(), tensor.dtype, tensor.device)
         self._latest[place[0]] = value, tensor.dtype
         if place[0] not in self._kept:
             self._kept[place[0]] = StorageWeakRef(tensor.untyped_storage())
