@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from compiled_nets import UNet, bits, dropped, noise, weighted
+from compiled_pairs import Pair, on_threads, small, step
 from test_exactness import assert_same, together
 from torch import nn
 from torch.nn import functional
@@ -134,3 +135,63 @@ def test_a_difference_of_one_worker_is_the_same_error_on_all():
 
 def test_nothing_is_told_where_nothing_differs():
     assert changing(lambda P, hidden: None, "result") == ["", ""]
+
+
+class Backwards(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by what is hidden."""
+
+    @staticmethod
+    def forward(ctx, x, hidden):
+        ctx.hidden = hidden
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.hidden.factor, None
+
+
+class Twisted(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.inner, self.hidden = small(), hidden
+
+    def forward(self, x):
+        return Backwards.apply(self.inner(x), self.hidden)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_gradient_of_a_model_that_differs_is_an_error(workers):
+    def work():
+        hidden = Hidden()
+        pair = Pair(lambda: Twisted(hidden))
+        pair.model = distdl.compile(pair.model._orig_mod, check=True)
+        for seed in range(3):
+            pair.both(step, seed)
+        hidden.factor = 3.0
+        with pytest.raises(RuntimeError, match=r"differs from the step as it is: .*the gradient of argument 0"):
+            step(pair.model, pair.x(3))
+        pair.both(step, 4)  # as it is
+        assert pair.lines() == [False]
+
+    on_threads(work, workers)
+
+
+@pytest.mark.parametrize("make", [UNet, small])
+def test_debugging_compares_gradients_of_a_model(make, monkeypatch):
+    """Also if the forward keeps statistics, which are put back before the replay."""
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+
+    def of_mean(model, x):
+        y = model(x)
+        y.mean().backward()
+        return y, x.grad
+
+    def work():
+        pair = Pair(make)
+        for seed in range(6):
+            pair.both(step, seed)
+        assert pair.model.programs[0].replays == 3, pair.model.explain()
+        pair.both(of_mean, 6)  # gradients lie in another way, and are not compared
+
+    for workers in (1, 2):
+        on_threads(work, workers)

@@ -58,7 +58,7 @@ class Written:
         with torch.no_grad():
             for (_, now), (_, before) in zip(self._leaves(), self.bits, strict=True):
                 if before is not None and not same_bits(now, before):
-                    now.copy_(before)
+                    now.data.copy_(before)  # the version stays, as a graph may have saved the tensor
         for held, numbers in self._numbers:
             held.update(numbers)
         if self._draws is not None and self._drawn is not None:

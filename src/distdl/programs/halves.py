@@ -84,6 +84,10 @@ class Halves:
         """Let both lines be those of changed steps."""
         self.forward, self.backward = self._lines(*map(change, self.steps))
 
+    def lie_as_recorded(self, seeds: Sequence[torch.Tensor | None]) -> bool:
+        """Whether gradients of results lie as those of the recording."""
+        return [one if one is None else one.stride() for one in seeds] == self._strides
+
     def fitting(self, seeds: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
         """The gradients of results as they lay in the recording. None if the backward cannot do with these."""
         found: list[torch.Tensor | None] = []

@@ -17,6 +17,7 @@ from distdl.globals.tensor.structures import map_tensors
 from distdl.programs.calls import Step, leaf_of
 from distdl.programs.halves import Halves, Joint, Strides
 from distdl.programs.inductor import with_inductor
+from distdl.programs.matching import same_bits
 from distdl.programs.memory import storage_of
 from distdl.programs.nodes import (
     DIFFERENTIATED,
@@ -32,7 +33,7 @@ from distdl.programs.program import Program
 from distdl.programs.reach import Reach
 from distdl.programs.recorder import Recorder
 from distdl.programs.structures import Result, others_in, versions_of
-from distdl.programs.worker import Worker
+from distdl.programs.worker import Worker, all_fit
 from distdl.tensors.draws import Draws
 
 _TRIES = 8  # recorded forwards of one signature, at most
@@ -139,14 +140,17 @@ class ModelWorker(Worker):
             module.training and next(module.buffers(False), None) is not None for module in self.function.modules()
         )
 
-    def _replay(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    def _replay(
+        self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any, graph: Graph | None = None
+    ) -> Any:
         halves, result = program.halves, program.result
         if halves is None or result is None:
             return super()._replay(program, tensors, args, kwargs)
         outer = [*_outer(tensors), *map(leaf_of, halves.owners)]
         again = self._again(program, halves, tensors, outer, args, kwargs)
         found, count = self._found(program, tensors), len(halves.requires)
-        replayed = Replayed(halves, found[count:], program.comm, again)
+        compare = None if graph is None else self._compared(program, halves, tensors, graph)
+        replayed = Replayed(halves, found[count:], program.comm, again, compare)
         return result.made(Node.apply(replayed.gradients, found[:count], halves.requires, *outer))
 
     def _compile(self, program: Program) -> None:
@@ -173,12 +177,43 @@ class ModelWorker(Worker):
             self._leave(program, reason)
             if told:
                 raise RuntimeError(_AGAIN.format(self.name, reason, told))
-            cut, (given, named) = _cut(tensors, (args, kwargs))
-            with torch.enable_grad():
-                results = Result(self.function(*given, **named)).tensors
-            return Graph(results, [*cut, *map(leaf_of, halves.owners)], outer)
+            return self._with_graph(halves, tensors, outer, args, kwargs)[1]
 
         return again
+
+    def _with_graph(
+        self, halves: Halves, tensors: list[torch.Tensor], outer: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Graph]:
+        """What the model gives as it is, and its graph."""
+        cut, (given, named) = _cut(tensors, (args, kwargs))
+        with torch.enable_grad():
+            result = self.function(*given, **named)
+        return result, Graph(Result(result).tensors, [*cut, *map(leaf_of, halves.owners)], outer)
+
+    def _as_it_is(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        halves = program.halves
+        if halves is None:
+            return super()._as_it_is(program, tensors, args, kwargs)
+        return self._with_graph(halves, tensors, [*_outer(tensors), *map(leaf_of, halves.owners)], args, kwargs)
+
+    def _compared(
+        self, program: Program, halves: Halves, tensors: list[torch.Tensor], graph: Graph
+    ) -> Callable[[Gradients, Gradients], None]:
+        """What compares the gradients of a replay with those of the model as it is, whose graph is given."""
+        names = [f"argument {n}" for n in range(len(_outer(tensors)))]
+        known = {id(one): name for name, one in Reach(self.function, ()).tensors.values()}
+        names += [known.get(id(one), "a parameter") for one in halves.owners]
+
+        def compare(seeds: Gradients, found: Gradients) -> None:
+            if not all_fit(program.comm, halves.lie_as_recorded(seeds)):
+                return  # these add up in another order
+            told = ""
+            for name, mine, theirs in zip(names, found, graph.gradients(seeds), strict=True):
+                same = mine is theirs is None or (mine is not None and theirs is not None and same_bits(mine, theirs))
+                told = told or ("" if same else f"the gradient of {name}")
+            self._assert_none(program, told)
+
+        return compare
 
 
 def _outer(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -159,12 +159,19 @@ class Replayed:
         comm: of the workers that replay together; None if there is none.
         again: computes the forward as it is, for a backward that the line cannot do; it takes the reason. That sends
             messages, so all workers do it if one has to.
+        compare: is called with the gradients of results, and with those that the line gives; None if nobody compares.
     """
 
     def __init__(
-        self, halves: Halves, saved: list[Any], comm: Communicator | None, again: Callable[[str], Graph]
+        self,
+        halves: Halves,
+        saved: list[Any],
+        comm: Communicator | None,
+        again: Callable[[str], Graph],
+        compare: Callable[[Gradients, Gradients], None] | None,
     ) -> None:
         self._halves, self._saved, self._comm, self._again = halves, saved, comm, again
+        self._compare = compare
         self._tensors = [one for one in saved if isinstance(one, torch.Tensor)]
         self._versions = versions_of(self._tensors)
         self._graph: Graph | None = None
@@ -185,7 +192,10 @@ class Replayed:
         if not _keeps_graph():
             self._saved, self._tensors, self._versions = [], [], []
         with below_autograd():
-            return self._halves.backward(arguments)
+            found: Gradients = self._halves.backward(arguments)
+        if self._compare is not None:
+            self._compare(seeds, found)
+        return found
 
 
 def unfit_graph(

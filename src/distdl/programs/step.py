@@ -89,7 +89,8 @@ def compile(
         signatures: how many are kept. The one that was not called for longest goes, and one warning says what changes.
         check: whether the first replay of each signature is compared with the function: it is called, what it has
             written is put back, and results, gradients, weights, statistics and random states of the replay have to
-            have the same bits. With ``DISTDL_DEBUG=1`` every replay is compared. Of a model, the forward is compared.
+            have the same bits. With ``DISTDL_DEBUG=1`` every replay is compared. Of a model, the backwards of that
+            replay are compared, too.
         backend: ``"line"``, or ``"inductor"``, which compiles the operators between messages before the second replay.
             Its results are those of the step up to rounding, and it needs a C++ compiler.
     Returns: the compiled step, whose results are detached, or the compiled model. Results are new memory on each call.

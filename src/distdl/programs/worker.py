@@ -212,14 +212,19 @@ class Worker:
         # threads draw from one generator of torch's, in an order that nobody knows
         shared = comm is not None and comm.threads and comm.size > 1
         before = Written(list(reach.tensors.values()), reach.optimisers, program.step, comm, shared)
-        theirs = self.function(*args, **kwargs)
+        compared = not (shared and program.draws)
+        theirs, graph = self._as_it_is(program, tensors, args, kwargs)
         after = before.again()
         before.restore()
-        mine = self._replay(program, tensors, args, kwargs)
-        if not (shared and program.draws):
+        mine = self._replay(program, tensors, args, kwargs, graph if compared else None)
+        if compared:
             self._compare(program, differing(mine, theirs), before.again().differs(after))
         program.checked = True
         return mine
+
+    def _as_it_is(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What the function gives, and the graph of a model that is trained; None of anything else."""
+        return self.function(*args, **kwargs), None
 
     def _compare(self, program: Program, result: tuple[str, int], written: str) -> None:
         assert program.step is not None
@@ -228,6 +233,15 @@ class Worker:
         text = what or written
         if text and call is not None:
             text += f", by {call.name}{f' in module {call.path}' if call.path else ''} ({call.line})"
+        self._assert_none(program, text)
+
+    def _assert_none(self, program: Program, text: str) -> None:
+        """Check that no worker has found a difference.
+
+        Args:
+            text: what differs here; empty if nothing does.
+        Raises: RuntimeError, the same on every worker.
+        """
         told = agree(program.comm, text)
         if told:
             program.line, program.reasons = None, [("its replay was another one than the step as it is", "")]
@@ -237,7 +251,7 @@ class Worker:
                 "argument"
             )
 
-    def _replay(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    def _replay(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any, graph: Any = None) -> Any:
         assert program.result is not None
         return program.result.made(self._found(program, tensors))
 
