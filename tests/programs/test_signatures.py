@@ -1,4 +1,4 @@
-"""How many signatures are kept, which one goes, and what the warning of it says."""
+"""What a signature depends on, how many are kept, which one goes, and what the warning of it says."""
 
 import warnings
 
@@ -152,3 +152,37 @@ def test_what_changes_there_and_back_has_the_numbers_of_the_step(name):
         assert all(program.replays >= 2 for program in compiled.programs), compiled.explain()
 
     on_threads(work)
+
+
+OUTSIDE = torch.ones(3)
+
+
+@pytest.mark.parametrize("which", ["buffer", "parameter"])
+def test_an_argument_in_the_memory_of_the_model_is_not_taken_for_it_later(which):
+    model = nn.BatchNorm1d(3)
+    x, other = noise((4, 3), 1), noise((3,), 5)
+    own = (model.running_mean if which == "buffer" else model.weight).detach()
+
+    @distdl.compile
+    def step(scale):
+        loss = (model(x) * scale).square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.warns(UserWarning, match="lies in the memory of model.*; pass a clone"):
+        for _ in range(5):
+            step(own)
+    expected = (model(x) * other).square().sum()
+    assert step(other).item() == expected.item()
+
+
+def test_an_argument_that_the_function_also_names_is_not_taken_for_it_later():
+    @distdl.compile
+    def step(x):
+        return (x - OUTSIDE).square().sum()
+
+    with torch.no_grad(), pytest.warns(UserWarning, match="also names an argument, as OUTSIDE"):
+        for _ in range(5):
+            assert step(OUTSIDE).item() == 0
+    with torch.no_grad():
+        assert step(OUTSIDE + 2).item() == 12

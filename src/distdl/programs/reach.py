@@ -42,6 +42,7 @@ class Reach:
         tensors: parameters, buffers and other tensors that it names, with their names.
         numbers: each number or text in a dict, a list, an object or an optimiser: the dict or list that holds it, its
             key or place, and its value.
+        arguments: names by which the function also reaches a tensor among its arguments.
         optimisers: in the order in which they were found.
         generators: of random numbers.
         comm: that of the models among them; None if there is none.
@@ -57,8 +58,10 @@ class Reach:
         self._seen: set[int] = set()
         self._names: list[tuple[Any, str, Any]] = []  # an object's or a function's names, and what they stand for
         self._cells: list[tuple[CellType, Any]] = []
-        self._seen.update(map(id, tensors_in(arguments)))  # these a line takes anew
+        self.arguments: list[str] = []
+        self._given = set(map(id, tensors_in(arguments)))  # these a line takes anew
         self._look("", function, 0)
+        self._seen |= self._given
         self._look("", arguments, 0)
 
     def paths(self) -> dict[int, str]:
@@ -69,6 +72,9 @@ class Reach:
         if id(one) in self._seen or type(one) in _NUMBERS or depth > _DEEP:
             return
         self._seen.add(id(one))
+        if id(one) in self._given:
+            self.arguments.append(name)
+            return
         if isinstance(one, torch.Tensor):
             self._take(name, one)
         elif isinstance(one, torch.Generator):

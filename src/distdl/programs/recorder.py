@@ -83,6 +83,9 @@ class Recorder(TorchDispatchMode):
 
     def argument(self, number: int, tensor: torch.Tensor, name: str) -> None:
         """Note that a tensor comes from outside, and is another one in each call."""
+        source, _ = self._owners.find(tensor)
+        if source is not None and source.kind != "argument" and tensor.numel():
+            self.problem(f"{name} lies in the memory of {source.name}; pass a clone of it")
         self._owners.add(Source("argument", number, name), tensor)
 
     # -- what is recorded

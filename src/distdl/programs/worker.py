@@ -151,6 +151,8 @@ class Worker:
         hook = hook_of(reach)
         if hook:
             return f"{hook}, which a line would not call"
+        if reach.arguments:
+            return f"the function also names an argument, as {reach.arguments[0]}; use the argument there"
         foreign = next(others_in((args, kwargs)), None)
         return "" if foreign is None else f"an argument is a {type(foreign).__name__}"
 
