@@ -170,7 +170,15 @@ def keeps_graph(model, x, y):
     return functional.mse_loss(model(x), y)
 
 
+def moves_data(model, x, y):
+    loss = plain(model, x, y)
+    for one in model.parameters():
+        one.data = one.data * 0.5
+    return loss
+
+
 STAYS = {
+    "data": (moves_data, "gets other memory, as by .data"),
     "item": (reads_item, "a value is read"),
     "tolist": (reads_list, "a value is read, by tolist"),
     "random": (rolls, "Python's random state advances"),

@@ -49,6 +49,10 @@ class Owners:
         found = self._found.get(place) or (self._in.get(place[0]) if place[0] else None)
         return (None, tensor) if found is None else found
 
+    def moved(self) -> str:
+        """The name of a tensor that lies elsewhere than it did when it was added; empty if there is none."""
+        return next((source.name for place, (source, one) in self._found.items() if place_of(one) != place), "")
+
     def leaves(self) -> Iterator[Any]:
         """The tensors that may get gradients."""
         return iter(self._leaves.values())

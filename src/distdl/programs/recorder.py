@@ -104,6 +104,9 @@ class Recorder(TorchDispatchMode):
                 yield
             if self._generators.any_is_set():
                 self.problem(_SET)
+            moved = self._owners.moved()
+            if moved:
+                self.problem(f"{moved} gets other memory, as by .data = ...")
             self._take_gradients()
         finally:
             here.recorder = None
