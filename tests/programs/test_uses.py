@@ -52,6 +52,15 @@ class Cast(Inner):
         return y.float()
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.inner(x.flatten(0, 1))[0]).reshape(x.shape)
+
+
 def normed():
     return nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.Tanh(), nn.Conv2d(2, 1, 3, padding=1))
 
@@ -86,7 +95,7 @@ def weights_penalty(model, x, y):
     return loss
 
 
-ROWS, BOTH = (1, 1, -1, 1), (2, 1, 3, 1)
+ROWS, BATCH, BOTH = (1, 1, -1, 1), (-1, 1, 1, 1), (2, 1, 3, 1)
 CASES = {
     "checkpoint with dropout": (Dropped, plain, ROWS, 2, {}),
     "checkpoint with noise": (Noisy, plain, ROWS, 2, {}),
@@ -94,6 +103,7 @@ CASES = {
     "autocast around the forward": (UNet, autocast, ROWS, 2, {}),
     "gradient of the input": (small, penalty, ROWS, 2, {}),
     "gradients of weights": (small, weights_penalty, ROWS, 2, {}),
+    "lstm": (Recurrent, plain, BATCH, 2, {}),
     "six workers": (UNet, plain, BOTH, 6, {}),  # three samples over two, and 14 rows over three
     "six workers, shares": (small, plain, BOTH, 6, {"weights": "sharded"}),
     "six workers, one idle": (normed, plain, ROWS, 6, {}),

@@ -41,6 +41,7 @@ _SET = (
 _DEVICE = torch.ops.prim.device.default
 _INDEX = torch.ops.aten.index.Tensor
 _AS_STRIDED = torch.ops.aten.as_strided.default
+_LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _MOVES_MEMORY = frozenset(
     [
         torch.ops.aten.set_.source_Tensor,
@@ -307,7 +308,9 @@ class Recorder(TorchDispatchMode):
         results = mapped(result, made)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if anew or writes or draws:  # else it gives only what is a value already, as detach does
-            self._append(Call("operator", func, args, kwargs, results, writes or draws, shapes))
+            trains = func is _LSTM and torch.is_grad_enabled()
+            kind, function = ("function", trained_lstm) if trains else ("operator", func)
+            self._append(Call(kind, function, args, kwargs, results, writes or draws, shapes))
 
     def _value(self, tensor: torch.Tensor) -> Value:
         """The value that a tensor is, which comes from outside if the step has not made it."""
@@ -357,6 +360,12 @@ class Recorder(TorchDispatchMode):
 def optimised(step: Callable[[], Any], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
     """Call the step of an optimiser. The tensors are what it reads and writes, which a line has to know."""
     step()
+
+
+def trained_lstm(*args: Any, **kwargs: Any) -> Any:
+    """The layer of an LSTM by oneDNN. It keeps what its backward needs only if gradients are enabled."""
+    with torch.enable_grad():
+        return _LSTM(*args, **kwargs)
 
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
