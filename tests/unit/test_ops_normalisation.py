@@ -68,6 +68,7 @@ def test_normalisations_are_torchs(name, grid, split):
 @pytest.mark.parametrize("name", OPS)
 def test_large_blocks_are_normalised_chunk_by_chunk(name, monkeypatch):
     monkeypatch.setattr(rows, "_CHUNK", 7)
+    monkeypatch.setattr(rows, "_SMALL", 0)
     monkeypatch.setattr(rows, "_LONG", 1)
     op, sequential, dims, weights = OPS[name]
     assert_computes(Case(9, op, work((2, 2, 2)), places((2, 2, 2), "even", dims, weights), sequential))

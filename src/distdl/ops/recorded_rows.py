@@ -1,7 +1,7 @@
-"""What normalisations do with rows and with small vectors, as a recorded step calls it again.
+"""Passes over rows that depend on values, as a recorded step calls them again.
 
-Whether a mean is far from zero decides which operators run. A recorded step may not know it for the next call, and it
-does not see what NumPy does. So each of these functions is one call of the step (see :mod:`distdl.tensors.recorders`).
+Whether a mean is far from zero decides which operators run. A recorded step may not know it for the next call, so each
+of these functions is one call of the step (see :mod:`distdl.tensors.recorders`).
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
-from distdl.ops.arrays import as_array, as_tensor
 from distdl.ops.rows import Rows, Standard
 from distdl.tensors.recorders import Held, as_one_call
 
@@ -41,59 +39,39 @@ def centred(rows: Rows, found: torch.Tensor, mean: torch.Tensor, far: Held) -> t
 
 
 @as_one_call
-@np.errstate(all="ignore")
 def merged(
-    entries: torch.Tensor, shares: torch.Tensor, dtype: torch.dtype, far: Held
+    entries: torch.Tensor, shares: torch.Tensor, far: Held, eps: float, weight: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Held]:
-    """Mean and variance of each channel, in float64 and in a dtype, the latter mean less its centre; and the centre.
+    """Mean and variance of each channel, of those that several workers measured.
 
     Args:
-        entries: means and variances that several workers measured, of (workers, 2, channels).
-        shares: of the workers in all cells, of (workers, 1).
+        entries: what they measured, of (workers, 2, channels).
+        shares: of the workers in all cells.
         far: whether a mean is far on this worker.
+    Returns: both in float64; in a dtype the mean less its centre, the variance, and ``weight / sqrt(variance + eps)``;
+        and the centre, which is None where no mean is far.
     """
-    states, parts = as_array(entries), as_array(shares)
-    means = states[:, 0]
-    away = means - means[0]  # averaging large means themselves would round off their differences
-    shift = (parts * away).sum(0)
-    away -= shift
-    mean = as_tensor(means[0] + shift)
-    variance = as_tensor((parts * (states[:, 1] + away * away)).sum(0))
-    centre = mean.to(dtype, copy=True)
-    if not far.value:
-        return mean, variance, centre, variance.to(dtype, copy=True), Held(None)
-    return mean, variance, (mean - centre).to(dtype), variance.to(dtype, copy=True), Held(centre)
-
-
-@as_one_call
-@np.errstate(all="ignore")
-def gradient(
-    rows: Rows,
-    block: torch.Tensor,
-    centre: Held,
-    dy: torch.Tensor,
-    by: Standard,
-    weight: torch.Tensor | None,
-    sums: torch.Tensor,
-    share: float,
-) -> torch.Tensor:
-    """The gradient of a block whose rows are channels.
-
-    Args:
-        sums: of all cells of each channel, as :meth:`Rows.sums` gives them.
-        share: what makes of them minus their averages.
-    """
-    _, variance, eps = by
-    scale = (as_array(variance) + eps) ** -0.5
+    found = (shares @ entries.view(len(shares), -1)).view(2, -1)
+    mean, variance = found.unbind()
+    away = entries[:, 0] - mean  # beside the mean its error is tiny, and in the variance it counts squared
+    variance.add_(shares @ away.mul_(away))
+    rest, low = found.to(dtype, copy=True).unbind()
+    scale = torch.add(low, eps).rsqrt_()
     if weight is not None:
-        scale *= as_array(weight)
-    slope, shift = as_array(sums) * (scale * share)
-    factors = [as_tensor(one) for one in (scale, slope, shift)]
-    found: torch.Tensor = on_rows(Rows.gradient, rows, block, centre, (dy, by, factors))
-    return found
+        scale.mul_(weight)
+    if not far.value:
+        return found, rest, low, scale, Held(None)
+    return found, (mean - rest).to(dtype), low, scale, Held(rest)
 
 
 @as_one_call
 def on_rows(method: Callable[..., Any], rows: Rows, block: torch.Tensor, centre: Held, given: tuple[Any, ...]) -> Any:
     """What a method of rows makes of a block less its centre."""
     return method(rows, block if centre.value is None else rows.less(block, centre.value), *given)
+
+
+def gradient_of_channels(
+    rows: Rows, x: torch.Tensor, dy: torch.Tensor, by: Standard, scale: torch.Tensor, sums: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of a block whose rows are channels, of the sums that :meth:`Rows.sums` gives, over all cells."""
+    return rows.gradient(x, dy, by, [scale, *(sums * scale).mul_(rows.per_cell).unbind()])

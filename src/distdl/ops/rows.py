@@ -16,16 +16,14 @@ from itertools import repeat
 from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from distdl.geometry.boxes import Shape
-from distdl.ops.arrays import as_tensor, in_float64
 from distdl.tensors.memory import empty, is_channels_last
 
 _KERNEL = torch.ops.aten.native_batch_norm.out
 _SUMS = torch.ops.aten.native_batch_norm_backward.default
-_UNUSED = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
+_SMALL = 1 << 17  # elements of a block for which recycled memory and chunks are of no use
 _CHUNK = 1 << 18  # elements of a tensor that a pass of several operators takes at a time
 _MEASURED = 1 << 16  # the same, where what the operator returns beside the moments is memory that nobody needs
 _EXACT = 1 << 15  # elements of a block whose moments cost little more in float64
@@ -52,6 +50,7 @@ class Rows(NamedTuple):
         row: extents of weight and bias along those dims; of the cells if they vary along them.
         inner: whether weight and bias vary along the cells, and not from row to row.
         centred: whether there are means; otherwise they are 0.
+        per_cell: what makes of sums over the cells behind a mean minus their average.
         far: how large the square of a mean may be beside the variance of its cells here, before digits are lost.
     """
 
@@ -61,6 +60,7 @@ class Rows(NamedTuple):
     row: Shape
     inner: bool
     centred: bool
+    per_cell: float
     far: float
 
     @classmethod
@@ -74,19 +74,19 @@ class Rows(NamedTuple):
             count: the cells behind each mean, those of other blocks included.
         """
         means = tuple(1 if dim in merged else n for dim, n in enumerate(cells))
-        far = max(_FAR * prod(cells) / max(prod(means) * count, 1), _NEAR)
+        rest = centred, -1 / max(count, 1), max(_FAR * prod(cells) / max(prod(means) * count, 1), _NEAR)
         varying = [dim for dim, n in enumerate(row) if n > 1]
         if len(cells) > 1 and merged and merged[0] == 0 and 1 not in merged and varying in ([], [1]):
-            batch, channels, *space = cells
-            return cls((batch, channels, prod(space)), (channels,), (channels,), (channels,), False, centred, far)
+            own = cells[1:2]
+            return cls((cells[0], *own, prod(cells[2:])), own, own, own, False, *rest)
         kept = min(merged, default=len(cells))
         if not merged or list(merged) != list(range(kept, len(cells))):
             return None
         inner = bool(varying) and varying[0] >= kept and row[kept:] == cells[kept:]
         last = kept if inner or not varying else max(kept, varying[-1] + 1)
         leading = cells[:last]
-        extents = (1, prod(leading), prod(cells[last:]))
-        return cls(extents, leading, means[:last], row[last:] if inner else row[:last], inner, centred, far)
+        extents, row = (1, prod(leading), prod(cells[last:])), row[last:] if inner else row[:last]
+        return cls(extents, leading, means[:last], row, inner, *rest)
 
     def of_block(self, x: torch.Tensor) -> torch.Tensor:
         """A block as the kernels read it fast."""
@@ -117,10 +117,6 @@ class Rows(NamedTuple):
         batch, channels, *space = shape
         return seen.view(batch, *space, channels).movedim(-1, 1)
 
-    def result(self, block: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """An uninitialised tensor that lies as a block does."""
-        return empty(shape, block.dtype, block, block.dim() == _MATRIX)
-
     def of_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """A weight in one dim: of each row, or of each cell."""
         if self.inner or self.row == self.leading:
@@ -139,7 +135,6 @@ class Rows(NamedTuple):
         dims = [dim - len(own) for dim, n in enumerate(own) if n == 1 and self.leading[dim] != 1]
         return values.view(-1, *self.leading).sum(dims, dtype=dtype) if dims else values.to(dtype)
 
-    @np.errstate(all="ignore")
     def measure(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """What this block has of each mean and variance, in float64, and whether a mean is far.
 
@@ -151,10 +146,10 @@ class Rows(NamedTuple):
         found = self.measured(x)
         if not x.is_cpu:
             return found, False
-        mean, variance = found.numpy()
-        if not (variance - mean * mean / self.far).min() < 0:
+        mean, variance = found.unbind()
+        if not torch.addcmul(variance, mean, mean, value=-1 / self.far).amin().item() < 0:
             return found, False
-        centre = found[0].to(x.dtype)
+        centre = mean.to(x.dtype)
         found = self.measured(self.less(x, *self.spread(centre, self.own, x.dtype)))
         found[0].add_(centre)  # the kernels round means to the dtype of x
         return found, True
@@ -179,7 +174,6 @@ class Rows(NamedTuple):
             found = found.mean(dims, keepdim=True)
         return found.view(1, -1)
 
-    @np.errstate(all="ignore")
     def measured(self, x: torch.Tensor) -> torch.Tensor:
         """What this block has of each mean and variance, in float64, whether or not a mean is far."""
         batch, rows, cells = self.extents
@@ -187,11 +181,10 @@ class Rows(NamedTuple):
             x = x.double()
         if x.dim() == _MATRIX:
             shape = (1, *self.leading, 1)
-            moments = [_measured(one) for (one,) in self._kernels((x,))]
-            found = in_float64([one[kind] for kind in (0, 1) for one in moments]).reshape(2, *shape)
+            found = torch.cat([_measured(one) for (one,) in self._kernels((x,))], 1).view(2, *shape)
         elif self.inner or x.is_meta or (cells >= _LONG and x.is_cpu):
             # the kernel rounds each mean to the dtype of x: those of several pieces are nearer to the mean of the row
-            pieces = 1 if self.inner else _pieces(cells)
+            pieces = 1 if self.inner or x.dtype is torch.float64 else _pieces(cells)
             cells //= pieces
             shape = (batch, *self.leading, pieces)
             lines, number = x.view(1, batch * rows * pieces, cells), max(_MEASURED // cells, 1)
@@ -199,21 +192,18 @@ class Rows(NamedTuple):
             kernel, counts = torch.native_group_norm, [one.shape[1] for one in chunks]
             # only the moments are kept, so that one normalised chunk at a time is in memory
             parts = [kernel(one, None, None, 1, n, cells, n, 0.0)[1:] for one, n in zip(chunks, counts, strict=True)]
-            found = in_float64([part[kind] for kind in (0, 1) for part in parts]).reshape(2, *shape)
-            inverse = found[1]
-            inverse *= inverse
-            found[1] = 1 / inverse
+            found = torch.cat([part[kind] for kind in (0, 1) for part in parts], 1).double().view(2, *shape)
+            found[1].pow_(-2)
         else:
             shape = (1, *self.leading, 1)
-            found = in_float64(torch.batch_norm_update_stats(x, None, None, 0.0)).reshape(2, *shape)
-        dims = tuple(dim for dim, n in enumerate((1, 1, *self.own, 1)) if dim and n == 1 and found.shape[dim] != 1)
+            found = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double().view(2, *shape)
+        dims = [dim for dim, n in enumerate((1, *self.own, 1)) if n == 1 and shape[dim] != 1]
         if dims:
-            number = prod(found.shape[dim] for dim in dims)
-            merged = found.sum(dims, keepdims=True) / number
-            away = found[:1] - merged[:1]
-            merged[1:] += (away * away).sum(dims, keepdims=True) / number
-            found = merged
-        return as_tensor(found.reshape(2, -1))
+            mean, variance = found.unbind()
+            centre = mean.mean(dims, keepdim=True)
+            mean.sub_(centre)
+            found = torch.stack([centre, variance.addcmul_(mean, mean).mean(dims, keepdim=True)])
+        return found.view(2, -1)
 
     def less(self, x: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
         """x less a value for each row."""
@@ -222,21 +212,26 @@ class Rows(NamedTuple):
             torch.sub(one, _beside(value, one), out=out)
         return found
 
-    def apply(
-        self, x: torch.Tensor, by: Standard, weight: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor
-    ) -> None:
-        """``y = (x - mean) / sqrt(variance + eps) * weight + bias``; weight and bias are of rows, or of cells."""
+    def applied(
+        self, x: torch.Tensor, by: Standard, weight: torch.Tensor | None, bias: torch.Tensor | None, shape: Shape
+    ) -> torch.Tensor:
+        """``(x - mean) / sqrt(variance + eps) * weight + bias``, of rows or cells; the tensor is of the given shape."""
         mean, variance, eps = by
+        if self._is_small(x) and x.shape == shape:
+            return torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
+        found = empty(shape, x.dtype, x, x.dim() == _MATRIX)
+        y = self.beside(x, found)
         if not self.inner:
             for one, out, centre, spread, slope, shift in self._kernels((x, y), mean, variance, weight, bias):
                 _apply(one, (centre, spread, eps), slope, shift, out)
-            return
+            return found
         for one, out, centre, spread in self._chunks((x, y), mean, variance):
             _apply(one, (centre, spread, eps), None, None, out)
             if weight is not None and bias is not None:
                 torch.addcmul(bias, out, weight, out=out)
             elif weight is not None:
                 out.mul_(weight)
+        return found
 
     def sums(self, x: torch.Tensor, dy: torch.Tensor, by: Standard) -> torch.Tensor:
         """Of each row, the sums of ``dy (x - mean) / sqrt(variance + eps)`` and of dy."""
@@ -275,6 +270,10 @@ class Rows(NamedTuple):
             factors: scale, slope and shift of each row; there is no shift where there are no means.
         """
         mean, variance, eps = by
+        if self._is_small(x):
+            slope, shift = [*factors[1:], None][:2]
+            dx = torch.native_batch_norm(x, slope, shift, mean, variance, False, 0.0, eps)[0]
+            return dx.addcmul_(dy, _beside(factors[0], dy))
         dx = empty(x.shape, x.dtype, x)
         for sample in self._kernels((x, dy, dx), mean, variance, *factors):
             for one, rise, out, centre, spread, scale, *affine in self._chunks(sample[:3], *sample[3:]):
@@ -301,6 +300,9 @@ class Rows(NamedTuple):
             for shift in own[2:]:
                 out.add_(shift)
         return dx
+
+    def _is_small(self, x: torch.Tensor) -> bool:
+        return x.is_cpu and x.numel() < _SMALL and x.shape[1] == self.extents[1] and not self.inner
 
     def _kernels(self, blocks: Sequence[torch.Tensor], *values: torch.Tensor | None) -> Iterator[Any]:
         """Blocks and values of their rows, as a kernel takes them: a matrix of which channels are rows."""
@@ -382,8 +384,8 @@ def _sums(x: torch.Tensor, dy: torch.Tensor, mean: torch.Tensor, variance: torch
     saved = None if weight is None else weight.new_empty(0)
     for runs, (one, rise) in _runs(x, dy):
         moments = (mean, variance) if runs == 1 else (mean.repeat(runs), variance.repeat(runs))
-        sums = torch.stack(_SUMS(rise, one, weight, *moments, saved, saved, False, eps, wanted)[1:])
-        found.append(sums if runs == 1 else sums.view(2, runs, -1).sum(1))
+        sums = torch.cat(_SUMS(rise, one, weight, *moments, saved, saved, False, eps, wanted)[1:])
+        found.append(sums.view(2, -1) if runs == 1 else sums.view(2, runs, -1).sum(1))
     return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
 
@@ -392,9 +394,7 @@ def _apply(
 ) -> None:
     """``y = (x - mean) / sqrt(variance + eps) * weight + bias``, of rows."""
     mean, variance, eps = by
-    if x.is_cpu:
-        left = beside = _UNUSED[x.dtype]
-    else:  # kernels of a GPU write the moments here, and add them up in this dtype
-        dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-        left, beside = (torch.empty(0, dtype=dtype, device=x.device) for _ in range(2))
+    # kernels of a GPU write the moments here, and add them up in this dtype; those of the CPU write nothing
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    left, beside = (torch.empty(0, dtype=dtype, device=x.device) for _ in range(2))
     _KERNEL(x, weight, bias, mean, variance, False, 0.0, eps, out=y, save_mean=left, save_invstd=beside)

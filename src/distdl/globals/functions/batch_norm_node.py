@@ -21,13 +21,12 @@ import torch
 from distdl.exchange import Operator
 from distdl.geometry.boxes import runs, shape
 from distdl.globals.layouts.context import KnownLayout
-from distdl.ops.recorded_rows import NEAR, gradient, measure, merged, on_rows
+from distdl.ops.recorded_rows import NEAR, gradient_of_channels, measure, merged, on_rows
 from distdl.ops.rows import Rows
 from distdl.plan.planning import all_sum
 from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
 from distdl.tensors.function import Function, gradients_of
-from distdl.tensors.recorders import Held
 from distdl.transport import Label
 
 
@@ -49,6 +48,7 @@ class BatchStatistics:
         rows: how the kernels see this worker's block.
         channels: the number of channels.
         count: the number of cells of a channel, over all workers.
+        shares: of each worker with cells, in their number.
         shared: whether the node applies: channels are not split, their cells are on several workers, and there is more
             than one cell for each.
     """
@@ -80,8 +80,7 @@ class BatchStatistics:
         self.derive = self._gather.derive
         workers = layout.partition.workers
         self.shared = workers.shape[1] == 1 and workers.size > 1 and self.count > 1
-        shares = torch.tensor(counts, dtype=torch.float64, device="cpu").div_(self.count)
-        self._shares = Constant(shares.view(-1, 1))
+        self.shares = Constant(torch.tensor(counts, dtype=torch.float64, device="cpu").div_(self.count))
         self.channels = channels
 
     @property
@@ -95,19 +94,16 @@ class BatchStatistics:
         found: BatchStatistics = layout.context.keep((cls, layout, dtype), lambda: cls(layout, dtype))
         return found
 
-    def merged(
-        self, entries: torch.Tensor | None, beside: torch.Tensor, far: Held
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Held]:
-        """Mean and variance of each channel of the whole tensor (see :func:`merged`), the same on every worker.
+    def gathered(self, entries: torch.Tensor | None, beside: torch.Tensor) -> torch.Tensor:
+        """Mean and variance of each channel in the blocks of all workers that have cells.
 
         Args:
-            entries: mean and variance of each channel of this worker's block; None if it has no cells.
-            beside: the block.
+            entries: those of this worker's block; None if it has no cells.
+            beside: a tensor on the block's device.
         """
         if entries is None:
             entries = torch.zeros(self._own, dtype=torch.float64, device=beside.device)
-        gathered = self._gather.execute(entries.view(self._own))
-        return merged(gathered, self._shares.on(gathered.device), beside.dtype, far)
+        return self._gather.execute(entries.view(self._own))
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
         """Sums of each channel, added up over all workers."""
@@ -149,24 +145,24 @@ class _BatchNorm(Function):
         if x.numel():
             block = rows.of_block(x)
             entries, far = measure(rows, block)
-        *found, mean, variance, ctx.centre = statistics.merged(entries, x, far)
+        gathered, shares = statistics.gathered(entries, x), statistics.shares.on(x.device)
+        found, mean, variance, scale, ctx.centre = merged(gathered, shares, far, options.eps, weight, x.dtype)
         if options.running is not None:
             unbiased = options.momentum * statistics.count / (statistics.count - 1)
             for one, new, part in zip(options.running, found, (options.momentum, unbiased), strict=True):
                 one.mul_(1 - options.momentum).add_(new, alpha=part)
         ctx.options = options
-        ctx.save_for_backward(x, weight, bias, mean, variance)
+        ctx.save_for_backward(x, weight, bias, mean, variance, scale)
         if block is None:
             return torch.empty_like(x)
-        y = rows.result(block, x.shape)
-        seen = rows.beside(block, y)
-        on_rows(Rows.apply, rows, block, ctx.centre, ((mean, variance, options.eps), weight, bias, seen))
+        by = mean, variance, options.eps
+        y: torch.Tensor = on_rows(Rows.applied, rows, block, ctx.centre, (by, weight, bias, x.shape))
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # read before any message is sent, because a checkpoint recomputes its forward here
-        x, weight, bias, mean, variance = ctx.saved_tensors
+        x, weight, bias, mean, variance, scale = ctx.saved_tensors
         options: Options = ctx.options
         if ctx.needs_input_grad[0] or torch.is_grad_enabled():
             options.statistics.derive(ctx.began)
@@ -185,8 +181,8 @@ class _BatchNorm(Function):
         if needs_x:
             total = statistics.total(sums)
             if x.numel():
-                dx = gradient(rows, block, ctx.centre, rise, by, weight, total, -1 / statistics.count)
-                dx = rows.to_block(dx, x.shape)
+                given = rise, by, scale, total
+                dx = rows.to_block(on_rows(gradient_of_channels, rows, block, ctx.centre, given), x.shape)
             else:
                 dx = torch.empty_like(x)
         return dx, dw if needs_weight else None, db if needs_bias else None, None
