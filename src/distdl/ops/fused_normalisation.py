@@ -30,11 +30,11 @@ import torch
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Shape
 from distdl.ops.moments import Moments
-from distdl.ops.recorded_rows import centred, measure, on_rows
-from distdl.ops.rows import Rows
+from distdl.ops.recorded_rows import measure, on_rows
+from distdl.ops.rows import Rows, Standard
 from distdl.tensors.function import Function, gradients_of
 from distdl.tensors.memory import empty
-from distdl.tensors.recorders import Held
+from distdl.tensors.recorders import Held, as_one_call
 
 Note = Callable[[torch.Tensor], None] | None
 
@@ -63,7 +63,6 @@ class Fused:
         self.rows, self.gather, self.eps, self.steps, self.own = rows, gather, eps, steps, own
         self.moves = gather.derivatives.gradient
         self._moments, self._measured = moments, moments.measured
-        self._per_cell = -1 / max(moments.count, 1)
 
     def __call__(self, x: torch.Tensor, weights: Sequence[torch.Tensor], note: Note) -> torch.Tensor:
         """The block of the result.
@@ -77,22 +76,37 @@ class Fused:
         y: torch.Tensor = _Normalise.apply(self, note, anchor, x, *weights)
         return y
 
-    def moments(self, entries: torch.Tensor | None, beside: torch.Tensor, note: Note) -> torch.Tensor:
-        """Mean and variance, or the mean of the squares, of all cells, of what this block has of them if it has any."""
-        merged = self._moments.merge(self.gather.execute(self._given(entries, beside)), differentiable=False)
-        if note is not None:
-            note(merged)
-        return self._moments.of(merged)
-
-    def averages(self, entries: torch.Tensor | None, beside: torch.Tensor) -> torch.Tensor:
-        """Minus the averages over all cells, of what this block adds to their sums, if it has cells."""
-        total = self._moments.total(self.gather.execute(self._given(entries, beside)))
-        return self._moments.of(total) * self._per_cell
-
-    def _given(self, entries: torch.Tensor | None, beside: torch.Tensor) -> torch.Tensor:
+    def gathered(self, entries: torch.Tensor | None, beside: torch.Tensor) -> torch.Tensor:
+        """The entries of all workers with the same means, of those of this block if it has any."""
         if entries is None:
-            return torch.zeros(self._measured, dtype=torch.float64, device=beside.device)
-        return entries.view(self._measured)
+            return self.gather.execute(torch.zeros(self._measured, dtype=torch.float64, device=beside.device))
+        return self.gather.execute(entries.view(self._measured))
+
+    @as_one_call
+    def merged(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Mean and variance, or the mean of the squares, of all cells."""
+        return self._moments.merge(gathered, differentiable=False)
+
+    @as_one_call
+    def standard(
+        self, gathered: torch.Tensor, dtype: torch.dtype, far: Held
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Held]:
+        """What :meth:`merged` gives; mean and variance of each row, the mean less its centre; and the centre."""
+        merged = self._moments.merge(gathered, differentiable=False)
+        mean, variance = self._of_rows(merged, dtype)
+        if not far.value:
+            return merged, mean, variance, Held(None)
+        exact, _ = self._of_rows(merged, torch.float64)
+        return merged, (exact - mean).to(dtype), variance, Held(mean)
+
+    def _of_rows(self, merged: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        *means, variance = self.rows.spread(self._moments.of(merged), self.rows.own, dtype)
+        return means[0] if means else torch.zeros_like(variance), variance
+
+    def averages(self, gathered: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Minus the averages over all cells, of each row, of what gathered entries add up to."""
+        total = self._moments.of(self._moments.total(gathered))
+        return self.rows.spread(total * self.rows.per_cell, self.rows.own, dtype)
 
 
 class _Normalise(Function):
@@ -103,15 +117,16 @@ class _Normalise(Function):
         rows = fused.rows
         ctx.fused, ctx.began = fused, fused.gather.history
         if not x.numel():
-            fused.moments(None, x, note)
+            gathered = fused.gathered(None, x)
+            if note is not None:
+                note(fused.merged(gathered))
             ctx.save_for_backward(x, None, None, *weights)
             return empty(fused.own, x.dtype, x)
         block = rows.of_block(x)
         entries, far = measure(rows, block)
-        found = fused.moments(entries, x, note)
-        *_, variance = means = rows.spread(found, rows.own, x.dtype)
-        mean = means[0] if rows.centred else torch.zeros_like(variance)
-        mean, ctx.centre = centred(rows, found, mean, far)
+        merged, mean, variance, ctx.centre = fused.standard(fused.gathered(entries, x), x.dtype, far)
+        if note is not None:
+            note(merged)
         ctx.save_for_backward(x, mean, variance, *weights)
         weight, bias = [*map(rows.of_weight, weights), None, None][:2]
         by = mean, variance, fused.eps
@@ -130,50 +145,51 @@ class _Normalise(Function):
             return None, None, anchored, *_differentiably(fused, x, weights, dy, ctx.needs_input_grad[3:])
         if not x.numel():
             if fused.moves:
-                fused.averages(None, x)
+                fused.gathered(None, x)
             return None, None, anchored, torch.empty_like(x), *map(torch.zeros_like, weights)
         block = fused.rows.of_block(x)
         seen = fused.rows.beside(block, dy)
-        dx, dweights = _derivatives(fused, block, ctx.centre, seen, mean, variance, weights)
-        if dx is not None:
-            dx = fused.rows.to_block(dx, x.shape)
+        weight = fused.rows.of_weight(weights[0]) if weights else None
+        by, dx = (mean, variance, fused.eps), None
+        entries, *dweights = on_rows(_sums, fused.rows, block, ctx.centre, (seen, by, weight))
+        if fused.moves:
+            given = fused, seen, by, weight, fused.gathered(entries, x)
+            dx = fused.rows.to_block(on_rows(_gradient, fused.rows, block, ctx.centre, given), x.shape)
         return None, None, anchored, dx, *[one.reshape(w.shape) for one, w in zip(dweights, weights, strict=False)]
 
 
-def _derivatives(
-    fused: Fused,
-    x: torch.Tensor,
-    centre: Held,
-    dy: torch.Tensor,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The gradients of x, if any worker needs its own, and of the weights.
-
-    Args:
-        mean, variance: of each row.
-    """
-    rows, eps = fused.rows, fused.eps
-    scale = inverse = torch.add(variance, eps).rsqrt_()
-    weight = rows.of_weight(weights[0]) if weights else None
-    dweights: list[torch.Tensor] = []
+def _sums(
+    rows: Rows, x: torch.Tensor, dy: torch.Tensor, by: Standard, weight: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """The entries of the backward, and the gradients of the weights."""
+    mean, variance, eps = by
+    dweights: Sequence[torch.Tensor] = ()
     if rows.inner and weight is not None:
-        sums, dweights = on_rows(Rows.weighted_sums, rows, x, centre, (dy, mean, inverse, weight))
+        sums, dweights = rows.weighted_sums(x, dy, mean, torch.add(variance, eps).rsqrt_(), weight)
     else:
-        sums = on_rows(Rows.sums, rows, x, centre, (dy, (mean, variance, eps)))
+        sums = rows.sums(x, dy, by)
         if weight is not None:
-            dweights = [*rows.gathered(sums, rows.row, x.dtype).unbind()]
-            sums, scale = sums * weight, inverse * weight
-    if not fused.moves:
-        return None, dweights
-    if not rows.centred:
-        sums = sums[:1]
-    averages = fused.averages(rows.gathered(sums, rows.own, torch.float64), x)
-    factors = [scale, *(one.mul_(inverse) for one in rows.spread(averages, rows.own, x.dtype))]
+            dweights = rows.gathered(sums, rows.row, x.dtype).unbind()
+            sums = sums * weight
+    return rows.gathered(sums if rows.centred else sums[:1], rows.own, torch.float64), *dweights
+
+
+def _gradient(
+    rows: Rows,
+    x: torch.Tensor,
+    fused: Fused,
+    dy: torch.Tensor,
+    by: Standard,
+    weight: torch.Tensor | None,
+    gathered: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of a block, of gathered entries of the backward."""
+    mean, variance, eps = by
+    inverse = torch.add(variance, eps).rsqrt_()
+    slopes = [one.mul_(inverse) for one in fused.averages(gathered, x.dtype)]
     if rows.inner and weight is not None:
-        return on_rows(Rows.weighted_gradient, rows, x, centre, (dy, weight, mean, factors)), dweights
-    return on_rows(Rows.gradient, rows, x, centre, (dy, (mean, variance, eps), factors)), dweights
+        return rows.weighted_gradient(x, dy, weight, mean, [inverse, *slopes])
+    return rows.gradient(x, dy, by, [inverse if weight is None else inverse * weight, *slopes])
 
 
 def _differentiably(

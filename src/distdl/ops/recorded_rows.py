@@ -25,20 +25,6 @@ def measure(rows: Rows, block: torch.Tensor) -> tuple[torch.Tensor, Held]:
 
 
 @as_one_call
-def centred(rows: Rows, found: torch.Tensor, mean: torch.Tensor, far: Held) -> tuple[torch.Tensor, Held]:
-    """The mean of each row less its centre, and that. The centre is None where no mean is far.
-
-    Args:
-        found: means and variances of all cells, in float64.
-        mean: of each row.
-    """
-    if not far.value:
-        return mean, Held(None)
-    (rest,) = rows.spread(found[0] - found[0].to(mean.dtype), rows.own, mean.dtype)
-    return rest, Held(mean)
-
-
-@as_one_call
 def merged(
     entries: torch.Tensor, shares: torch.Tensor, far: Held, eps: float, weight: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Held]:
