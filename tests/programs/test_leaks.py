@@ -2,6 +2,7 @@
 
 import gc
 import linecache
+import resource
 import warnings
 import weakref
 
@@ -9,13 +10,21 @@ import torch
 
 import distdl
 
+SIGNATURES = 1000
+PAGE = resource.getpagesize()
+
 
 def texts():
     return {file for file in linecache.cache if file.startswith("<a step of distdl.compile")}
 
 
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * PAGE
+
+
 def test_lines_of_many_signatures_go():
-    model, weights = torch.nn.Linear(2, 2), []
+    model, lines, held = torch.nn.Linear(2, 2), weakref.WeakSet(), []
 
     @distdl.compile(signatures=2)
     def step(x, factor):
@@ -26,14 +35,20 @@ def test_lines_of_many_signatures_go():
     before = texts()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for number in range(250):
+        for number in range(SIGNATURES):
             for _ in range(4):
                 model.zero_grad()
                 step(torch.ones(3, 2), number)
-            weights.append(weakref.ref(step.programs[-1].line))
+            lines.add(step.programs[-1].line)
+            if number in (SIGNATURES // 2, SIGNATURES - 1):
+                gc.collect()
+                held.append((len(gc.get_objects()), resident()))
     assert step.programs[-1].line is not None
-    assert sum(one() is not None for one in weights) == 2
+    assert len(lines) == 2
     assert len(texts() - before) == 2  # those of other tests may go meanwhile
+    (objects, memory), (objects_later, memory_later) = held
+    assert objects_later < objects + SIGNATURES // 10
+    assert memory_later < memory + 2048 * SIGNATURES
 
 
 def test_a_step_that_goes_frees_its_tensors():
