@@ -186,3 +186,55 @@ def test_an_argument_that_the_function_also_names_is_not_taken_for_it_later():
             assert step(OUTSIDE).item() == 0
     with torch.no_grad():
         assert step(OUTSIDE + 2).item() == 12
+
+
+class Held:
+    """What a step reaches through an object of the user's."""
+
+    def __init__(self):
+        self.model = nn.Linear(3, 1, bias=False)
+        nn.init.ones_(self.model.weight)
+        self.optimiser = torch.optim.SGD(self.model.parameters(), 0.5)
+        self.loss, self.scales, self.tables, self.inner = torch.sum, [2.0], {"a": torch.ones(3)}, [self.model]
+
+    def step(self, x):
+        self.model.zero_grad()
+        y = self.inner[0](x * self.tables["a"]) * self.tables.get("b", 1.0)
+        loss = self.loss(y) * sum(self.scales)
+        loss.backward()
+        self.optimiser.step()
+        return loss
+
+
+def other_linear():
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.constant_(model.weight, 3)
+    return model
+
+
+REPLACED = {
+    "an attribute": lambda one: setattr(one, "loss", torch.prod),
+    "an optimiser": lambda one: setattr(one, "optimiser", torch.optim.SGD(one.model.parameters(), 4.0)),
+    "a list": lambda one: setattr(one, "scales", [5.0]),
+    "a longer list": lambda one: one.scales.append(3.0),
+    "a module in a list": lambda one: one.inner.__setitem__(0, other_linear()),
+    "a tensor in a dict": lambda one: one.tables.update(a=torch.full((3,), 2.0)),
+    "a longer dict": lambda one: one.tables.update(b=0.25),
+    "a rate that is loaded": lambda one: one.optimiser.load_state_dict(
+        torch.optim.SGD(one.model.parameters(), 8.0).state_dict()
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_an_object_holds_is_looked_up(what):
+    plain, traced = Held(), Held()
+    compiled = distdl.compile(traced.step)
+    for seed in range(8):
+        if seed == 5:
+            assert compiled.programs[-1].replays == 1, compiled.explain()
+            for one in (plain, traced):
+                REPLACED[what](one)
+        x = noise((2, 3), seed)
+        assert compiled(x).item() == plain.step(x).item()
+        assert torch.equal(plain.model.weight, traced.model.weight)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# operators that stand in many lines, and are too short for their calls not to count
+# operators that stand in many lines, and are so short that the time of their calls matters
 _FUNCTIONS = """
     add.Tensor addcmul as_strided cat clone convolution div.Tensor empty_strided mm mul.Tensor permute relu relu_ rsqrt_
     select.int stack sub.Tensor sum.dim_IntList t transpose.int unbind.int unsqueeze zero_

@@ -24,6 +24,7 @@ _MODIFIED = (
     "version {}; expected version {}"
 )
 next_node: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr")  # noqa: B009  # torch does not export it
+_OTHERWISE = "the loss reads other results than in the recordings, or reads them otherwise"
 DIFFERENTIATED = "its backward is differentiated (create_graph=True)"
 
 
@@ -185,7 +186,7 @@ class Replayed:
             given = None
         if given is None:
             if self._graph is None:
-                reason = DIFFERENTIATED if torch.is_grad_enabled() else "it begins at other results, or in another way"
+                reason = DIFFERENTIATED if torch.is_grad_enabled() else _OTHERWISE
                 self._graph = self._again(reason)
             return self._graph.gradients(seeds)
         arguments = Emptied(enumerate([*given, *self._saved]))

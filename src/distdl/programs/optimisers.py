@@ -12,34 +12,44 @@ from typing import Any
 
 import torch
 
+from distdl.programs.reach import Reach
 from distdl.programs.recorder import Recorder
 
-_NUMBERS = (bool, int, float)
+_NUMBERS = (bool, int, float, tuple)
 
 
 @contextmanager
-def taken_whole(optimisers: Sequence[torch.optim.Optimizer], recorder: Recorder) -> Iterator[None]:
-    """Let a recorder take down each step of these optimisers as one call.
+def taken_whole(reach: Reach, recorder: Recorder) -> Iterator[None]:
+    """Let a recorder take down each step of an optimiser of torch as one call.
 
-    A step that gets a closure, which computes a loss, is recorded operator by operator. That something else changes a
-    number of an optimiser, as a scheduler does with ``lr``, is a problem: a replay would not call it.
+    These are problems: an optimiser of another class, whose step may do anything; a closure, which computes a loss; and
+    what changes a number of an optimiser or a scheduler beside the optimiser's step, as a scheduler's step does. A
+    replay would not call it.
     """
-    known = numbers_of(optimisers)
+    optimisers = reach.optimisers
+
+    def numbers() -> Any:
+        return numbers_of(optimisers), [_numbers_in(vars(one)) for one in reach.schedulers]
+
+    known = numbers()
 
     def told() -> None:
-        nonlocal known
-        if known != numbers_of(optimisers):
-            recorder.problem("it changes a number of an optimiser, as a scheduler does")
+        if known != numbers():
+            recorder.problem("it changes a number of an optimiser beside the optimiser's step, as a scheduler does")
 
     def taken(optimiser: torch.optim.Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(step)
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal known
+            if not type(optimiser).__module__.startswith("torch."):
+                recorder.problem(f"the step of a {type(optimiser).__name__}, which is no optimiser of torch, is in it")
+                return step(*args, **kwargs)
             if args or kwargs:
+                recorder.problem(f"the step of its {type(optimiser).__name__} gets a closure")
                 return step(*args, **kwargs)
             told()
             result = recorder.optimise(optimiser, step)
-            known = numbers_of(optimisers)
+            known = numbers()
             return result
 
         return run
@@ -60,7 +70,11 @@ def taken_whole(optimisers: Sequence[torch.optim.Optimizer], recorder: Recorder)
 def numbers_of(optimisers: Sequence[torch.optim.Optimizer]) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
     """The dicts of optimisers and of their states, and the numbers in each."""
     held = [each for one in optimisers for each in (*one.param_groups, *one.state.values())]
-    return [(each, {key: n for key, n in each.items() if type(n) in _NUMBERS}) for each in held]
+    return [(each, _numbers_in(each)) for each in held]
+
+
+def _numbers_in(held: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: one for key, one in held.items() if type(one) in _NUMBERS}
 
 
 def tensors_of(optimisers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -30,8 +30,8 @@ class States:
 class Generators:
     """The states in which the generators of torch have to be: those in which the last recorded draw has left them.
 
-    A replay repeats draws, and sets no states. Who sets one, as ``torch.manual_seed`` does, or a checkpoint that draws
-    again what its forward drew, is found out by that.
+    A replay repeats draws, and sets no states. So what sets a state must be noticed, as ``torch.manual_seed``, or a
+    checkpoint that draws again what its forward drew: behind it, the state is not that of the last draw.
 
     Args:
         known: generators that the step may draw from, beside torch's own.
@@ -54,7 +54,7 @@ class Generators:
         self._left[number_of(one)] = one, one.get_state()
 
     def is_set(self, one: torch.Generator) -> bool:
-        """Whether a generator is in another state than that in which it was left."""
+        """Whether the state of a generator is not the one behind the last recorded draw."""
         _, state = self._left.get(number_of(one), (one, None))
         return state is not None and not torch.equal(one.get_state(), state)
 
@@ -64,7 +64,7 @@ class Generators:
 
 
 def number_of(generator: torch.Generator) -> int:
-    """What tells a generator from others. (The same one comes in another object each time.)"""
+    """What tells a generator from others, also where it comes in another object each time."""
     number: int = getattr(generator, _ADDRESS)
     return number
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_modules
+from torch.optim.lr_scheduler import LRScheduler
 
 from distdl.globals.tensor.global_tensor import GlobalTensor
 from distdl.globals.tensor.structures import tensors_in
@@ -22,7 +23,7 @@ from distdl.transport.communicator import Communicator
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LIBRARIES = ("torch.", "distdl.", "numpy.", "builtins.")
-_OPTIONS = (bool, int, float, str)
+_OPTIONS = (bool, int, float, str, FunctionType, MethodType, partial)
 _DEEP = 4  # how far objects are looked into
 _LONG = 1000  # things of a list that are looked at
 _HOOKS = (
@@ -40,10 +41,11 @@ class Reach:
     Attributes:
         modules: each module, with all modules in it, and its path.
         tensors: parameters, buffers and other tensors that it names, with their names.
-        numbers: each number or text in a dict, a list, an object or an optimiser: the dict or list that holds it, its
-            key or place, and its value.
+        items: what dicts, lists, objects and optimisers hold: the dict or list, the key or place, and what is there.
+        lengths: of dicts and lists.
         arguments: names by which the function also reaches a tensor among its arguments.
         optimisers: in the order in which they were found.
+        schedulers: of learning rates.
         generators: of random numbers.
         comm: that of the models among them; None if there is none.
     """
@@ -51,8 +53,10 @@ class Reach:
     def __init__(self, function: Callable[..., Any], arguments: Any) -> None:
         self.modules: dict[torch.nn.Module, str] = {}
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
-        self.numbers: list[tuple[Any, Any, Any]] = []
+        self.items: list[tuple[Any, Any, Any]] = []
+        self.lengths: list[tuple[Any, int]] = []
         self.optimisers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[LRScheduler] = []
         self.generators: list[torch.Generator] = []
         self.comm: Communicator | None = None
         self._seen: set[int] = set()
@@ -90,26 +94,31 @@ class Reach:
             self._look(name, (one.func, one.args, one.keywords), depth)
         elif isinstance(one, torch.optim.Optimizer):
             self.optimisers.append(one)
-            for group in one.param_groups:
-                self._look(name, group, depth)
+            self._hold(one.__dict__, [(key, one.__dict__[key]) for key in ("param_groups", "state")])
+            self._look(name, one.param_groups, depth)
+        elif isinstance(one, LRScheduler):
+            self.schedulers.append(one)
+            self._look(name, one.optimizer, depth)
         elif isinstance(one, (tuple, list)):
             for place, item in enumerate(one[:_LONG]):
                 self._look(f"{name}[{place}]", item, depth)
             if isinstance(one, list):
-                self._count(one, enumerate(one[:_LONG]))
+                self._hold(one, enumerate(one[:_LONG]))
+                self.lengths.append((one, len(one)))
         elif isinstance(one, dict):
             for key, item in list(one.items())[:_LONG]:
                 self._look(f"{name}[{key!r}]", item, depth)
-            self._count(one, list(one.items())[:_LONG])
+            self._hold(one, list(one.items())[:_LONG])
+            self.lengths.append((one, len(one)))
         elif not f"{type(one).__module__}.".startswith(_LIBRARIES) and isinstance(getattr(one, "__dict__", None), dict):
             for key, item in list(one.__dict__.items()):
                 if isinstance(item, (torch.Tensor, torch.nn.Module)):
                     self._names.append((one.__dict__, key, item))
                 self._look(f"{name}.{key}" if name else key, item, depth + 1)
-            self._count(one.__dict__, list(one.__dict__.items()))
+            self._hold(one.__dict__, list(one.__dict__.items()))
 
-    def _count(self, held: Any, items: Iterable[tuple[Any, Any]]) -> None:
-        self.numbers += [(held, key, item) for key, item in items if type(item) in _NUMBERS]
+    def _hold(self, held: Any, items: Iterable[tuple[Any, Any]]) -> None:
+        self.items += [(held, key, item) for key, item in items]
 
     def _function(self, one: FunctionType, depth: int) -> None:
         for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
@@ -206,7 +215,8 @@ class State:
         self._cells = list(reach.cells())
         self._modules = list(reach.modules)
         self._training = [module.training for module in self._modules]
-        self._numbers = reach.numbers + [
+        self._lengths = reach.lengths
+        self._items = reach.items + [
             (module.__dict__, key, one)
             for module in self._modules
             for key, one in module.__dict__.items()
@@ -242,8 +252,9 @@ class State:
         return gradient is not None if self._gradients else type(gradient) is GlobalTensor
 
     def settle(self) -> None:
-        """Leave out the numbers that the function itself has changed since, as counts of its calls."""
-        self._numbers = [each for each in self._numbers if _is_at(*each)]
+        """Leave out what the function itself has changed since, as counts of its calls."""
+        self._items = [each for each in self._items if _is_at(*each)]
+        self._lengths = [(held, length) for held, length in self._lengths if len(held) == length]
 
     def holds(self) -> bool:
         """Whether all of it is still so."""
@@ -252,7 +263,8 @@ class State:
             same
             and all(_is_in(cell, one) for cell, one in self._cells)
             and [module.training for module in self._modules] == self._training
-            and all(_is_at(held, key, one) for held, key, one in self._numbers)
+            and all(_is_at(held, key, one) for held, key, one in self._items)
+            and all(len(held) == length for held, length in self._lengths)
             and all(_length(held) == len(ones) and all(map(is_, _values(held), ones)) for held, ones in self._dicts)
             and list(map(len, self._hooks)) == self._hooked
             and not any(copies.additions.open or copies.running for copies in self._copies)

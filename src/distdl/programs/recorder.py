@@ -25,6 +25,7 @@ from distdl.programs.places import Places
 from distdl.programs.randomness import Generators, generator_for, number_of
 from distdl.programs.reach import Reach
 from distdl.programs.reads import Reads
+from distdl.programs.segments import written
 from distdl.tensors.draws import Draw
 from distdl.tensors.recorders import here
 from distdl.transport import Pending
@@ -310,7 +311,11 @@ class Recorder(TorchDispatchMode):
         if anew or writes or draws:  # else it gives only what is a value already, as detach does
             trains = func is _LSTM and torch.is_grad_enabled()
             kind, function = ("function", trained_lstm) if trains else ("operator", func)
-            self._append(Call(kind, function, args, kwargs, results, writes or draws, shapes))
+            call = Call(kind, function, args, kwargs, results, writes or draws, shapes)
+            self._append(call)
+            into = written(call) if kind == "operator" and writes else ()
+            if any(value in self.sources and self.sources[value].kind == "constant" for value in into):
+                self.problem(f"{func.name()} writes into a tensor that the function does not name")
 
     def _value(self, tensor: torch.Tensor) -> Value:
         """The value that a tensor is, which comes from outside if the step has not made it."""

@@ -139,7 +139,7 @@ class Worker:
             return self._refuse(program, told, "", args, kwargs)
         program.modules = {path: module for module, path in reach.modules.items()}
         recorder = Recorder(reach, tensors, program.comm)
-        with taken_whole(reach.optimisers, recorder):
+        with taken_whole(reach, recorder):
             result, found, values = self._run(program, recorder, tensors, args, kwargs)
         if any(one.requires_grad for one in found.tensors) and not recorder.differentiates:
             recorder.problem("its result requires a gradient, and no backward is in it")

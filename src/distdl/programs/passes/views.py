@@ -48,15 +48,15 @@ def with_direct_views(step: Step) -> Step:
     calls: list[Call] = []
     for place, call in enumerate(step.calls):
         view = VIEWS_IN_PLACE.get(call.function) if call.kind == "operator" else None
-        if view is not None and _is_lost(call, last[call.args[0]] > place, step):
+        if view is not None and _may_be_a_view(call, last[call.args[0]] > place, step):
             call = replace(call, function=view, writes=False)
         roots.note(call)
         calls += _direct(call, [value for value in call.given() if value in last], roots)
     return without_dead(replace(step, calls=calls))
 
 
-def _is_lost(call: Call, is_read: bool, step: Step) -> bool:
-    """Whether nobody needs that an argument gets another shape: not outside of the step, and not in later calls."""
+def _may_be_a_view(call: Call, is_read: bool, step: Step) -> bool:
+    """Whether a view can stand for an operator that gives its argument another shape: nobody else needs that shape."""
     return call.args[0] not in step.sources and (is_read or call.results is None)
 
 
