@@ -107,7 +107,7 @@ def changed(before: dict[str, str], now: dict[str, str]) -> str:
             return f"{name} was {before[name]}, and is {text}"
     return (
         "no argument looks different: a layout or strides did, or what the function reads beside its arguments, as a "
-        "parameter's requires_grad, or a number of a module or an optimiser"
+        "parameter's requires_grad, a number of a module or an optimiser, or what an object, list or dict holds"
     )
 
 
