@@ -1,6 +1,8 @@
 """What a signature depends on, how many are kept, which one goes, and what the warning of it says."""
 
 import warnings
+from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -188,19 +190,33 @@ def test_an_argument_that_the_function_also_names_is_not_taken_for_it_later():
         assert step(OUTSIDE + 2).item() == 12
 
 
+class Scaled(nn.Module):
+    """A module with options in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.options = {"scale": 0.5}
+
+    def forward(self, x):
+        return x * self.options["scale"]
+
+
 class Held:
     """What a step reaches through an object of the user's."""
+
+    factor = 1.5
 
     def __init__(self):
         self.model = nn.Linear(3, 1, bias=False)
         nn.init.ones_(self.model.weight)
         self.optimiser = torch.optim.SGD(self.model.parameters(), 0.5)
         self.loss, self.scales, self.tables, self.inner = torch.sum, [2.0], {"a": torch.ones(3)}, [self.model]
+        self.scaled = Scaled()
 
     def step(self, x):
         self.model.zero_grad()
         y = self.inner[0](x * self.tables["a"]) * self.tables.get("b", 1.0)
-        loss = self.loss(y) * sum(self.scales)
+        loss = self.loss(y) * sum(self.scales) * self.scaled(self.factor)
         loss.backward()
         self.optimiser.step()
         return loss
@@ -213,6 +229,8 @@ def other_linear():
 
 
 REPLACED = {
+    "an option in a module": lambda one: one.scaled.options.update(scale=3.0),
+    "an attribute for that of the class": lambda one: setattr(one, "factor", 4.0),
     "an attribute": lambda one: setattr(one, "loss", torch.prod),
     "an optimiser": lambda one: setattr(one, "optimiser", torch.optim.SGD(one.model.parameters(), 4.0)),
     "a list": lambda one: setattr(one, "scales", [5.0]),
@@ -238,3 +256,77 @@ def test_what_an_object_holds_is_looked_up(what):
         x = noise((2, 3), seed)
         assert compiled(x).item() == plain.step(x).item()
         assert torch.equal(plain.model.weight, traced.model.weight)
+
+
+def apply(model, x):
+    return model(x)
+
+
+def test_what_partials_hold_is_reached():
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    parts = [partial(apply, model) for model in models]
+
+    @distdl.compile
+    def step(x):
+        loss = sum(part(x).square().sum() for part in parts)
+        loss.backward()
+        return loss
+
+    for seed in range(6):
+        for model in models:
+            model.zero_grad()
+        step(noise((2, 3), seed))
+    assert step.programs[-1].replays > 0, step.explain()
+    assert all(model.weight.grad is not None for model in models)
+
+
+def test_a_model_that_nobody_names_is_trained_as_it_is():
+    elsewhere = ModuleType("elsewhere")
+    elsewhere.model = nn.Linear(3, 2)
+
+    @distdl.compile
+    def step(x):
+        loss = elsewhere.model(x).square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.warns(UserWarning, match="reads a tensor that requires a gradient, and"):
+        for seed in range(6):
+            elsewhere.model.zero_grad()
+            step(noise((2, 3), seed))
+    assert elsewhere.model.weight.grad is not None
+
+
+backward = 0
+
+
+def test_a_global_with_the_name_of_a_method_is_no_matter():
+    global backward
+    model = nn.Linear(3, 2)
+
+    @distdl.compile
+    def step(x):
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    for backward in range(7):
+        model.zero_grad()
+        step(noise((2, 3), backward))
+    assert [program.replays for program in step.programs] == [4]
+
+
+def test_a_sparse_buffer():
+    model = nn.Linear(3, 3)
+    model.register_buffer("table", torch.eye(3).to_sparse())
+
+    @distdl.compile
+    def step(x):
+        loss = (torch.sparse.mm(model.table, x) * model(x)).sum()
+        loss.backward()
+        return loss
+
+    for seed in range(6):
+        model.zero_grad()
+        x = noise((3, 3), seed)
+        assert step(x).item() == (x * model(x)).sum().item()

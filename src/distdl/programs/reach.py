@@ -7,7 +7,8 @@ frozen one, hung a hook on a module or switched it to evaluation, is looked up b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from dis import get_instructions
+from functools import lru_cache, partial
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -41,8 +42,9 @@ class Reach:
     Attributes:
         modules: each module, with all modules in it, and its path.
         tensors: parameters, buffers and other tensors that it names, with their names.
-        items: what dicts, lists, objects and optimisers hold: the dict or list, the key or place, and what is there.
-        lengths: of dicts and lists.
+        items: what dicts, lists, objects, optimisers and modules of the user's hold: the dict or list, the key or
+            place, and what is there.
+        lengths: of dicts, lists and objects.
         arguments: names by which the function also reaches a tensor among its arguments.
         optimisers: in the order in which they were found.
         schedulers: of learning rates.
@@ -91,7 +93,8 @@ class Reach:
             self._look(name, one.__self__, depth)
             self._look(name, one.__func__, depth)
         elif isinstance(one, partial):
-            self._look(name, (one.func, one.args, one.keywords), depth)
+            for part in (one.func, one.args, one.keywords):  # a tuple of them would be gone, and its id another's
+                self._look(name, part, depth)
         elif isinstance(one, torch.optim.Optimizer):
             self.optimisers.append(one)
             self._hold(one.__dict__, [(key, one.__dict__[key]) for key in ("param_groups", "state")])
@@ -116,6 +119,7 @@ class Reach:
                     self._names.append((one.__dict__, key, item))
                 self._look(f"{name}.{key}" if name else key, item, depth + 1)
             self._hold(one.__dict__, list(one.__dict__.items()))
+            self.lengths.append((one.__dict__, len(one.__dict__)))
 
     def _hold(self, held: Any, items: Iterable[tuple[Any, Any]]) -> None:
         self.items += [(held, key, item) for key, item in items]
@@ -150,6 +154,10 @@ class Reach:
                     self._names.append((module.__dict__, key, one))
                     self._take(f"{where}.{key}" if where else key, one)
             if not f"{type(module).__module__}.".startswith(_LIBRARIES):
+                for key, one in list(module.__dict__.items()):
+                    if not key.startswith("_") and type(one) not in _OPTIONS:
+                        self._hold(module.__dict__, [(key, one)])
+                        self._look(f"{where}.{key}" if where else key, one, 1)
                 for function in [one for one in vars(type(module)).values() if isinstance(one, FunctionType)]:
                     self._look("", function, _DEEP)
             for partition in (getattr(copies_of(module), "P", None), module.__dict__.get("P_x")):
@@ -179,11 +187,12 @@ def copies_of(module: torch.nn.Module) -> Any:
     return getattr(module._parameters, "copies", None)
 
 
-def _global_names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _global_names(one)
+@lru_cache(maxsize=1024)
+def _global_names(code: CodeType) -> list[str]:
+    """The global names that a function reads, and those in it."""
+    found = [one.argval for one in get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _global_names(one)]
+    return list(dict.fromkeys([*found, *inner]))
 
 
 def hook_of(reach: Reach) -> str:
@@ -244,7 +253,7 @@ class State:
             *[one.requires_grad and one.is_leaf and self._has(one.grad) for one in every],
             *[one._backward_hooks is None for one in every],
             *[one._post_accumulate_grad_hooks is None for one in every],
-            *[(one.dtype, one.shape, one.stride()) for one in every],
+            *[(one.dtype, one.shape, one.layout is torch.strided and one.stride()) for one in every],
         ]
 
     def _has(self, gradient: Any) -> bool:

@@ -332,6 +332,8 @@ class Recorder(TorchDispatchMode):
             return self._as_strided(tensor, source.kind == "argument") if value is None else value
         if self._memory.shares(tensor):
             return self._as_strided(tensor)
+        if tensor.requires_grad and tensor.numel():
+            self.problem("it reads a tensor that requires a gradient, and that the function does not name")
         value = self._next()
         self.sources[value] = Source("constant", tensor, self._places.here()[1])
         self._memory.bind(tensor, value)

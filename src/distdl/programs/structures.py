@@ -44,7 +44,8 @@ def described(structure: Any, tensors: list[torch.Tensor], named: list[Any]) -> 
 
 
 def _tensor(one: torch.Tensor) -> Any:
-    return one.shape, one.stride(), one.dtype, one.device, one.requires_grad, one.is_leaf
+    strides = one.layout is torch.strided and one.stride()
+    return one.shape, strides, one.dtype, one.device, one.requires_grad, one.is_leaf
 
 
 def overlaps(tensors: list[torch.Tensor]) -> Any:
