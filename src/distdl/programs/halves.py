@@ -64,8 +64,8 @@ class Halves:
         steps: of the two lines.
         forward: takes the arguments; gives the results, and what the backward reads.
         backward: takes the gradients of results, and what it reads; gives gradients.
-        asks: whether all workers have to ask each other before a backward, because the line of one of them cannot do
-            with all gradients that may come in. The workers agree on it as they agree on the first replay.
+        asks: whether all workers have to ask each other before a backward, because the line of one of them may
+            not fit all gradients that come in. They agree on it in the maximum before each replay.
     """
 
     def __init__(self, step: Joint, requires: Sequence[bool], owners: Sequence[Any], repeatable: bool) -> None:
@@ -85,7 +85,7 @@ class Halves:
         self.forward, self.backward = self._lines(*map(change, self.steps))
 
     def lie_as_recorded(self, seeds: Sequence[torch.Tensor | None]) -> bool:
-        """Whether gradients of results lie as those of the recording."""
+        """Whether gradients of results have the strides of the recording."""
         return [one if one is None else one.stride() for one in seeds] == self._strides
 
     def fitting(self, seeds: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:

@@ -211,7 +211,7 @@ class ModelWorker(Worker):
             for name, mine, theirs in zip(names, found, graph.gradients(seeds), strict=True):
                 same = mine is theirs is None or (mine is not None and theirs is not None and same_bits(mine, theirs))
                 told = told or ("" if same else f"the gradient of {name}")
-            self._assert_none(program, told)
+            self._assert_same(program, told)
 
         return compare
 

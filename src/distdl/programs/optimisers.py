@@ -33,11 +33,14 @@ def taken_whole(reach: Reach, recorder: Recorder) -> Iterator[None]:
 
     known = numbers()
 
-    def told() -> None:
+    def look() -> None:
+        """Find out whether a number has changed since the last step of an optimiser."""
         if known != numbers():
             recorder.problem("it changes a number of an optimiser beside the optimiser's step, as a scheduler does")
 
     def taken(optimiser: torch.optim.Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A step of an optimiser that is taken down when it is called."""
+
         @wraps(step)
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal known
@@ -47,7 +50,7 @@ def taken_whole(reach: Reach, recorder: Recorder) -> Iterator[None]:
             if args or kwargs:
                 recorder.problem(f"the step of its {type(optimiser).__name__} gets a closure")
                 return step(*args, **kwargs)
-            told()
+            look()
             result = recorder.optimise(optimiser, step)
             known = numbers()
             return result
@@ -59,7 +62,7 @@ def taken_whole(reach: Reach, recorder: Recorder) -> Iterator[None]:
         vars(one)["step"] = taken(one, one.step)
     try:
         yield
-        told()
+        look()
     finally:
         for names, step in before:
             del names["step"]

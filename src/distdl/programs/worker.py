@@ -225,7 +225,7 @@ class Worker:
         return mine
 
     def _as_it_is(self, program: Program, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What the function gives, and the graph of a model that is trained; None of anything else."""
+        """What the function gives; and of a model that is trained its graph, else None."""
         return self.function(*args, **kwargs), None
 
     def _compare(self, program: Program, result: tuple[str, int], written: str) -> None:
@@ -235,10 +235,10 @@ class Worker:
         text = what or written
         if text and call is not None:
             text += f", by {call.name}{f' in module {call.path}' if call.path else ''} ({call.line})"
-        self._assert_none(program, text)
+        self._assert_same(program, text)
 
-    def _assert_none(self, program: Program, text: str) -> None:
-        """Check that no worker has found a difference.
+    def _assert_same(self, program: Program, text: str) -> None:
+        """Check that the replay is the same as the step, as every worker has found it.
 
         Args:
             text: what differs here; empty if nothing does.

@@ -15,7 +15,7 @@ PASSES_OF_A_LINE: tuple[Pass, ...] = (with_direct_views,)
 
 
 def improved(step: Step) -> Step:
-    """The same step after all passes. It is what ``print`` shows, and what other back-ends take."""
+    """The same step after the passes that every back-end gets. ``print`` shows it."""
     return _changed(step, PASSES)
 
 
